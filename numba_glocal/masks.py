@@ -19,7 +19,7 @@ def soft_edge(distance_voxels: NDArray[Any], soft_edge_voxels: float) -> NDArray
     """Raised cosine that falls from 1 at distance 0 to 0 at distance `soft_edge_voxels`; 1 where the distance is negative."""
     if not soft_edge_voxels >= 0:
         raise SettingsError(f"soft edge of a mask: expected 0 voxels or more, found {soft_edge_voxels}")
-    if soft_edge_voxels == 0:
+    if soft_edge_voxels < 1e-3:
         return (distance_voxels <= 0).astype(np.float32)
     return (0.5 + 0.5 * np.cos(np.pi * np.clip(distance_voxels / soft_edge_voxels, 0.0, 1.0))).astype(np.float32)
 
