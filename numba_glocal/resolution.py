@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import fft as scipy_fft
 
 from .errors import VolumeError
+from .fourier import grid_multiplicity, grid_shells, irfftn, rfftn
 from .values import FSCCurve
 
 RANDOMISE_BELOW = 0.8
@@ -164,29 +164,15 @@ def shell_resolution_angst(shell: int, box_size: int, pixel_size_angst: float) -
     return box_size * pixel_size_angst / shell if shell > 0 else math.inf
 
 
-def _rfftn(volume: NDArray[Any]) -> NDArray[np.complex64]:
-    return scipy_fft.rfftn(np.asarray(volume, dtype=np.float32), workers=1)
-
-
-def _irfftn(spectrum: NDArray[Any], box_size: int) -> NDArray[np.float32]:
-    return scipy_fft.irfftn(spectrum, s=(box_size,) * 3, workers=1)
-
-
 @lru_cache(maxsize=4)
 def _shells(box_size: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """Shell of every half-spectrum sample (beyond Nyquist: n // 2 + 1) and how often it stands in the full spectrum."""
-    full = np.fft.fftfreq(box_size, 1.0 / box_size)
-    half = np.arange(box_size // 2 + 1)
-    radius = np.sqrt(full[:, None, None] ** 2 + full[None, :, None] ** 2 + half[None, None, :] ** 2)
-    shell = np.minimum(np.rint(radius), box_size // 2 + 1).astype(np.intp)
-    times = np.full(half.size, 2.0)
-    times[0] = 1.0
-    if box_size % 2 == 0:
-        times[-1] = 1.0
-    times = np.ascontiguousarray(np.broadcast_to(times, shell.shape))
-    for array in (shell, times):
-        array.setflags(write=False)
-    return shell.ravel(), times.ravel()
+    """Shell of every half-spectrum sample (beyond Nyquist: n // 2 + 1) and how often it stands in the whole spectrum, both flat."""
+    shell = np.minimum(grid_shells(box_size), box_size // 2 + 1).astype(np.intp).ravel()
+    return shell, grid_multiplicity(box_size).ravel()
+
+
+def _rfftn(volume: NDArray[Any]) -> NDArray[Any]:
+    return rfftn(np.asarray(volume, dtype=np.float32))
 
 
 def _correlate(a: NDArray[Any], b: NDArray[Any], box_size: int) -> NDArray[np.float64]:
@@ -204,12 +190,12 @@ def _correlate(a: NDArray[Any], b: NDArray[Any], box_size: int) -> NDArray[np.fl
     return curve
 
 
-def _randomise_phases(spectrum: NDArray[Any], box_size: int, from_shell: int, seed: tuple[int, int]) -> NDArray[np.float32]:
+def _randomise_phases(spectrum: NDArray[Any], box_size: int, from_shell: int, seed: tuple[int, int]) -> NDArray[Any]:
     """The map with random phases at and beyond a shell; the phases of white noise are Hermitian and uniform."""
     noise = _rfftn(np.random.default_rng(seed).standard_normal((box_size,) * 3, dtype=np.float32))
     beyond = _shells(box_size)[0].reshape(spectrum.shape) >= from_shell
     scrambled = np.where(beyond, np.abs(spectrum) * noise / np.maximum(np.abs(noise), np.finfo(np.float32).tiny), spectrum)
-    return _irfftn(scrambled, box_size)
+    return irfftn(scrambled.astype(np.complex64), box_size)
 
 
 def _same_cube(a: NDArray[Any], b: NDArray[Any]) -> None:
