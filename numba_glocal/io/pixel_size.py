@@ -1,0 +1,56 @@
+"""The one place that decides on a pixel size, and says where it came from."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+
+from ..errors import InputError
+from .mrc import believable
+
+
+def resolve_pixel_size(
+    option_angst: float | None, list_angst: float | None, list_source: str, header_angst: float, list_path: object
+) -> tuple[float, str]:
+    """Pixel size of particle volumes: option, then list, then headers.
+
+    Parameters
+    ----------
+    option_angst : float or None
+        What the user gave.
+    list_angst : float or None
+        What the particle list says.
+    list_source : str
+        Where in the list it stands.
+    header_angst : float
+        What the volumes' headers say; nan when they do not.
+    list_path : path
+        For messages.
+
+    Returns
+    -------
+    pixel_size_angst : float
+    source : str
+
+    Raises
+    ------
+    InputError
+        When nothing says it, or when what is said cannot be true.
+    """
+    if option_angst is not None:
+        if not np.isfinite(option_angst) or option_angst <= 0:
+            raise InputError(f"pixel size {option_angst} A: expected a number above 0")
+        return float(option_angst), "option"
+    if list_angst is not None:
+        if not np.isfinite(list_angst) or list_angst <= 0:
+            raise InputError(f"{list_path}: {list_source} gives a pixel size of {list_angst} A, expected a number above 0")
+        if np.isfinite(header_angst) and abs(header_angst / list_angst - 1) > 0.01:
+            warnings.warn(
+                f"{list_path}: {list_source} gives a pixel size of {list_angst:g} A, the volumes' headers {header_angst:g} A; the list is taken",
+                stacklevel=3,
+            )
+        return float(list_angst), f"list ({list_source})"
+    if believable(header_angst):
+        return float(header_angst), "volume headers"
+    raise InputError(f"{list_path}: no pixel size in the list or in the volumes' headers (0, 1 and NaN are not believed); give it as an option")
