@@ -203,7 +203,7 @@ def _stored_shape(header: VolumeHeader) -> tuple[int, int, int]:
 
 def _fill(handle: Any, data: NDArray[Any]) -> None:
     """Read until the array is full: one call may return less than was asked for."""
-    view = memoryview(data.reshape(-1).view(np.uint8))
+    view = data.reshape(-1).view(np.uint8).data
     done = 0
     while done < len(view):
         n = handle.readinto(view[done:])
