@@ -131,6 +131,8 @@ class GridBand:
         Their places in the flattened grid half-spectrum.
     shell : (m,) int32
         Rounded radius.
+    radius2 : (m,) float32
+        Squared radius.
     """
 
     box_size: int
@@ -138,6 +140,7 @@ class GridBand:
     k: NDArray[np.float32]
     index: NDArray[np.int64]
     shell: NDArray[np.int32]
+    radius2: NDArray[np.float32]
 
 
 @lru_cache(maxsize=16)
@@ -156,9 +159,8 @@ def grid_band(box_size: int, k_max: float) -> GridBand:
     order = np.lexsort((k[:, 0], k[:, 1], k[:, 2]))
     index, k = index[order], np.ascontiguousarray(k[order])
     shell = grid_shells(box_size).ravel()[index]
-    for array in (k, index, shell):
-        array.setflags(write=False)
-    return GridBand(box_size, float(k_max), k, index, shell)
+    # kernels are compiled for writable arrays, so these are left writable; nobody writes to them
+    return GridBand(box_size, float(k_max), k, index, shell, (k * k).sum(1))
 
 
 @lru_cache(maxsize=8)

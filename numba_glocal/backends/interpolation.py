@@ -113,7 +113,26 @@ def _weight_at(weight, n, qx, qy, qz):
 
 
 @_njit
-def turn(spectrum, n, c, weight, table, table_scale, inv_sigma2, radius, points, point_weight, matrix, shift, scale, column, den_weight):
+def phase_tables(shift, top, tables):
+    """exp(i k shift[axis]) for k = -top .. top along x, y and z, as (3, 2 top + 1) complex64: three products replace a sine per sample.
+
+    Parameters
+    ----------
+    shift : (3,) float64
+        ``2 pi s / box``, s in voxels.
+    top : int
+    tables : (3, 2 top + 1) complex64, set by this function
+    """
+    for axis in range(3):
+        for k in range(-top, top + 1):
+            angle = k * shift[axis]
+            tables[axis, k + top] = complex(np.float32(math.cos(angle)), np.float32(math.sin(angle)))
+
+
+@_njit
+def turn(
+    spectrum, n, c, weight, table, table_scale, inv_sigma2, radius, points, lattice, point_weight, matrix, tables, scale, column, den_weight
+):
     """One particle in the reference's frame: the column ``Y = w C X`` and the weights ``D = w C^2`` (docs/scoring.md, 3).
 
     Parameters
@@ -127,12 +146,12 @@ def turn(spectrum, n, c, weight, table, table_scale, inv_sigma2, radius, points,
         ``1 / sigma2`` per shell, interpolated linearly over `radius`.
     radius : (p,) float32
         |q| of the points.
-    points : (p, 3) float32, point_weight : (p,) float32
-        Sample points ``q`` and how much each counts (0 leaves it out).
+    points : (p, 3) float32, lattice : (p, 3) int32, point_weight : (p,) float32
+        Sample points ``q = G n``, n, and how much each counts (0 leaves it out).
     matrix : (3, 3) float32
         ``R0^T``, so that M^T q = R0 q.
-    shift : (3,) float32
-        ``2 pi t0 / box`` with t0 the shift in the reference's frame in voxels.
+    tables : (3, 2 top + 1) complex64
+        `phase_tables` of ``G^T t0``, t0 the shift in the reference's frame: ``exp(2 pi i q.t0 / box)`` is their product at n.
     scale : float32
         Padding factor.
     column : (2 p,) float32
@@ -145,6 +164,7 @@ def turn(spectrum, n, c, weight, table, table_scale, inv_sigma2, radius, points,
     off = np.float32(c)
     box = weight.shape[0]
     last = table.shape[0] - 1
+    top = tables.shape[1] // 2
     for i in range(points.shape[0]):
         if point_weight[i] == 0:
             column[2 * i] = np.float32(0)
@@ -180,16 +200,15 @@ def turn(spectrum, n, c, weight, table, table_scale, inv_sigma2, radius, points,
         v = muladd(sub(b1, b0), dz, b0)
         re = lane0(v) + (lane2(v) - lane0(v)) * dx
         im = sign * (lane1(v) + (lane3(v) - lane1(v)) * dx)
-        phase = kx * shift[0] + ky * shift[1] + kz * shift[2]
-        cos, sin = math.cos(phase), math.sin(phase)
+        phase = tables[0, lattice[i, 0] + top] * tables[1, lattice[i, 1] + top] * tables[2, lattice[i, 2] + top]
         u = w * ctf
-        column[2 * i] = u * (re * cos - im * sin)
-        column[2 * i + 1] = u * (re * sin + im * cos)
+        column[2 * i] = u * (re * phase.real - im * phase.imag)
+        column[2 * i + 1] = u * (re * phase.imag + im * phase.real)
         den_weight[i] = u * ctf
 
 
 @_njit
-def normal_equations(spectrum, n, c, points, matrix, shift, scale, data, ctf, weight, scratch, sums):
+def normal_equations(spectrum, n, c, points, matrix, tables, scale, data, ctf, weight, scratch, sums):
     """One pass of Gauss-Newton: sums over samples of ``w |X - C F(R^-1 k) exp(-i k.s)|^2`` and of its derivatives.
 
     The unknowns are a rotation vector p and a shift u in the *reference's* frame: ``R' = R exp(p)``, ``s' = s + R u``. There
@@ -203,8 +222,8 @@ def normal_equations(spectrum, n, c, points, matrix, shift, scale, data, ctf, we
         Grid frequencies of the samples that count.
     matrix : (3, 3) float32
         R.
-    shift : (3,) float32
-        ``2 pi s / box``, s in voxels in the particle's frame.
+    tables : (3, 2 top + 1) complex64
+        `phase_tables` of s in the particle's frame.
     scale : float32
         Padding factor.
     data : (m,) complex64, ctf : (m,) float32, weight : (m,) float32
@@ -226,6 +245,7 @@ def normal_equations(spectrum, n, c, points, matrix, shift, scale, data, ctf, we
     for j in range(N_SUMS):
         sums[j] = 0.0
     count = points.shape[0]
+    top = tables.shape[1] // 2
     for start in range(0, count, BLOCK):
         filled = min(BLOCK, count - start)
         for j in range(filled):
@@ -234,12 +254,10 @@ def normal_equations(spectrum, n, c, points, matrix, shift, scale, data, ctf, we
             qx = m00 * kx + m10 * ky + m20 * kz
             qy = m01 * kx + m11 * ky + m21 * kz
             qz = m02 * kx + m12 * ky + m22 * kz
-            # k.s, with the pose's phase taken off the data
-            phase = kx * shift[0] + ky * shift[1] + kz * shift[2]
-            cos, sin = math.cos(phase), math.sin(phase)
-            x = data[i]
-            scratch[j] = x.real * cos - x.imag * sin
-            scratch[BLOCK + j] = x.real * sin + x.imag * cos
+            # the pose's phase is taken off the data
+            x = data[i] * (tables[0, int(kx) + top] * tables[1, int(ky) + top] * tables[2, int(kz) + top])
+            scratch[j] = x.real
+            scratch[BLOCK + j] = x.imag
             scratch[2 * BLOCK + j] = qx * inverse_scale
             scratch[3 * BLOCK + j] = qy * inverse_scale
             scratch[4 * BLOCK + j] = qz * inverse_scale
@@ -365,6 +383,125 @@ def _sum_block(scratch, ctf, weight, start, filled, scale, sums):
 
 SCRATCH_SIZE = 13 * BLOCK + 2 * LANES
 """Length of the scratch of `normal_equations`."""
+
+
+@_njit
+def select_samples(weight, index, shell, radius2, points, spectrum, table, table_scale, inv_sigma2, k_min2, k_max2, k, data, ctf, sample_weight):
+    """The samples of one particle that count: in the band, and with C other than 0. Returns their number.
+
+    Parameters
+    ----------
+    weight : (grid,) float32
+        C, flat grid half-spectrum.
+    index, shell, radius2, points, spectrum : of the particle's grid band (`fourier.GridBand`) and X there.
+    table, table_scale, inv_sigma2 : as in `turn`.
+    k_min2, k_max2 : float
+        Squares of the band's limits.
+    k, data, ctf, sample_weight : (m, 3) float32, (m,) complex64, (m,) float32, (m,) float32, set by this function
+    """
+    last = table.shape[0] - 1
+    count = 0
+    for i in range(index.shape[0]):
+        if radius2[i] > k_max2 or radius2[i] < k_min2:
+            continue
+        c = weight[index[i]]
+        if c == 0:
+            continue
+        place = min(np.int64(abs(c) * table_scale + np.float32(0.5)), last)
+        k[count, 0], k[count, 1], k[count, 2] = points[i, 0], points[i, 1], points[i, 2]
+        data[count] = spectrum[i]
+        ctf[count] = c
+        sample_weight[count] = inv_sigma2[shell[i]] * table[place]
+        count += 1
+    return count
+
+
+@_njit
+def residual_power(model, index, shell, points, tables, spectrum, weight, relative_scale, signed, edges, power, count, weight_sum):
+    """Adds ``|X - C F e|^2`` of one particle to bins of relative weight and shell.
+
+    Parameters
+    ----------
+    model : (m,) complex64
+        F(R^-1 k), zero where the reference does not reach.
+    index, shell, points, spectrum : of the particle's grid band.
+    tables : (3, 2 top + 1) complex64
+        `phase_tables` of the pose's shift.
+    weight : (grid,) float32
+    relative_scale : float32
+        1 / max |C|.
+    signed : bool
+        Whether C can be negative: a is then C^2.
+    edges : (bins + 1,) float64
+    power, count, weight_sum : (bins, shells) float64
+    """
+    top = tables.shape[1] // 2
+    bins = power.shape[0]
+    for i in range(index.shape[0]):
+        c = weight[index[i]]
+        x = spectrum[i] * (tables[0, int(points[i, 0]) + top] * tables[1, int(points[i, 1]) + top] * tables[2, int(points[i, 2]) + top])
+        r = x - c * model[i]
+        a = abs(c) * relative_scale
+        if signed:
+            a = a * a
+        b = 0
+        while b < bins - 1 and a >= edges[b + 1]:
+            b += 1
+        s = shell[i]
+        power[b, s] += r.real * r.real + r.imag * r.imag
+        count[b, s] += 1.0
+        weight_sum[b, s] += a
+
+
+@_njit
+def sum_samples(weight, index, points, spectrum, tables, table, table_scale, numerator, denominator):
+    """``w C X exp(+i k.s)`` and ``w C^2`` of one particle, ready for `insert`; ``w = 1 / V``."""
+    last = table.shape[0] - 1
+    top = tables.shape[1] // 2
+    for i in range(index.shape[0]):
+        c = weight[index[i]]
+        place = min(np.int64(abs(c) * table_scale + np.float32(0.5)), last)
+        w = table[place] * c
+        phase = tables[0, int(points[i, 0]) + top] * tables[1, int(points[i, 1]) + top] * tables[2, int(points[i, 2]) + top]
+        numerator[i] = w * (spectrum[i] * phase)
+        denominator[i] = w * c
+
+
+@_njit
+def choose(scores, rotations, keep, min_trace, chosen):
+    """Greedy choice of the best candidates that are apart: `chosen` gets their rows; returns how many.
+
+    Parameters
+    ----------
+    scores : (m,) float64, changed
+    rotations : (m, 3, 3) float64
+    keep : int
+    min_trace : float
+        Candidates whose relative rotation has a larger trace than this are the same.
+    chosen : (keep,) int64, set by this function
+    """
+    found = 0
+    while found < keep:
+        top = -np.inf
+        at = -1
+        for i in range(scores.shape[0]):
+            if scores[i] > top:
+                top = scores[i]
+                at = i
+        if at < 0:
+            break
+        chosen[found] = at
+        found += 1
+        for i in range(scores.shape[0]):
+            if scores[i] > -np.inf:
+                trace = 0.0
+                for a in range(3):
+                    for b in range(3):
+                        trace += rotations[i, a, b] * rotations[at, a, b]
+                if trace > min_trace:
+                    scores[i] = -np.inf
+        scores[at] = -np.inf
+    return found
 
 
 @_njit

@@ -64,6 +64,17 @@ def _make_load(kind: FloatVector) -> Any:
     return load
 
 
+@intrinsic
+def splat16(typingctx, array, index):
+    """``array[index]`` of a flat float32 array in all sixteen lanes; unlike an indexing expression it never wraps negative indices."""
+
+    def codegen(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
+        return _splat(builder, builder.load(builder.gep(data, [args[1]])), _float16)
+
+    return _float16(array, types.intp), codegen
+
+
 def _make_broadcast(kind: FloatVector) -> Any:
     @intrinsic
     def broadcast(typingctx, scalar):

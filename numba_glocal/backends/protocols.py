@@ -1,0 +1,285 @@
+"""What a backend is. CPU, CUDA and the slow oracle implement the same two sessions; numpy goes in and numpy comes out.
+
+Everything above this seam (`numba_glocal.alignment`, `averaging`, `refinement`) is backend-free; the search schedule exists once, there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..noise import NoiseModel, ResidualPower
+
+SCORES = ("flcf", "ncc", "ml")
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The grid that particles are worked on, after binning.
+
+    Attributes
+    ----------
+    box_size : int
+        As read.
+    binned_box_size : int
+        As worked on.
+    pixel_size_angst : float
+        As read.
+    """
+
+    box_size: int
+    binned_box_size: int
+    pixel_size_angst: float
+
+    @property
+    def binned_pixel_size_angst(self) -> float:
+        """Voxel edge of the worked grid."""
+        return self.pixel_size_angst * self.box_size / self.binned_box_size
+
+
+@dataclass(frozen=True, slots=True)
+class ParticleMask:
+    """The sphere that particles are masked with before they are compared.
+
+    Attributes
+    ----------
+    radius_voxels, soft_edge_voxels : float
+        On the worked grid; the soft edge lies outside the radius.
+    """
+
+    radius_voxels: float
+    soft_edge_voxels: float
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSetup:
+    """All that a search needs to know besides particles: one reference, one half-set.
+
+    Attributes
+    ----------
+    grid : Grid
+    reference : (n, n, n) float32
+        Already masked, zero mean, in grey units of the particles.
+    particle_mask : ParticleMask
+    noise : NoiseModel
+    score : str
+        One of `SCORES`; decides which candidate wins and what is reported. Refinement always maximises the likelihood.
+    k_min, k_max : float
+        Band limits in 1 / box; levels may use less.
+    max_shift_angst : float
+        Hard limit of the distance from the anchor, at every level and in the refinement; inf for none.
+    """
+
+    grid: Grid
+    reference: NDArray[np.float32]
+    particle_mask: ParticleMask
+    noise: NoiseModel
+    score: str = "ml"
+    k_min: float = 0.0
+    k_max: float = 0.0
+    max_shift_angst: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class SumSetup:
+    """All that an average needs to know besides particles.
+
+    Attributes
+    ----------
+    grid : Grid
+    normalise_mask : ParticleMask
+        Particles have mean 0 and deviation 1 outside it.
+    noise : NoiseModel
+        Only the form of V is used: weights are ``w = 1 / V``.
+    """
+
+    grid: Grid
+    normalise_mask: ParticleMask
+    noise: NoiseModel
+
+
+@dataclass(frozen=True, slots=True)
+class ParticleBatch:
+    """Particles by key, and how to read them; a session reads only what its backend does not hold already.
+
+    Attributes
+    ----------
+    keys : tuple of str
+        Names; unique.
+    read : callable
+        ``read(i) -> (volume (n, n, n) float32, weight (n, n, n // 2 + 1) float32)`` on the worked grid, normalised. Weights that are
+        one and the same array object are stored once. Raises BadParticleError.
+    """
+
+    keys: tuple[str, ...]
+    read: Callable[[int], tuple[NDArray[np.float32], NDArray[np.float32]]]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchLevel:
+    """One level of the coarse-to-fine search; rotations and shifts are common to all particles.
+
+    Attributes
+    ----------
+    rotations : (a, 3, 3) float64
+        Small (or, for a global search, all) rotations L: candidates are ``R0 L``.
+    shift_radius_angst, shift_step_angst : float
+        Ball of trial shifts around each start.
+    k_max : float
+    keep : int
+        Candidates kept for each particle.
+    separation_deg : float
+        Least angle between two that are kept.
+    """
+
+    rotations: NDArray[np.float64]
+    shift_radius_angst: float
+    shift_step_angst: float
+    k_max: float
+    keep: int
+    separation_deg: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Poses under consideration: `seeds` per particle, best first.
+
+    Attributes
+    ----------
+    rotations : (p, s, 3, 3) float64
+    shifts_angst : (p, s, 3) float64
+    scores : (p, s) float64
+        -inf marks an unused place.
+    """
+
+    rotations: NDArray[np.float64]
+    shifts_angst: NDArray[np.float64]
+    scores: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return int(self.rotations.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class PoseEstimates:
+    """Refined poses.
+
+    Attributes
+    ----------
+    rotations : (p, 3, 3) float64
+    shifts_angst : (p, 3) float64
+    covariances : (p, 6, 6) float64
+        Of (rotation vector in the particle's frame, radians; shift, Angstrom); the mask's correlation is accounted for.
+    scores : (p,) float64
+        In the setup's kind.
+    log_likelihood : (p,) float64
+        ``2 num - den2``, relative to no particle at all, corrected for the mask: differences are log-odds.
+    margin : (p,) float64
+        Log-likelihood above the best candidate that refined to another pose; inf when there was none.
+    numerator, denominator : (p,) float64
+        num and den2 at the pose.
+    steps : (p,) int32
+        Gauss-Newton steps taken.
+    """
+
+    rotations: NDArray[np.float64]
+    shifts_angst: NDArray[np.float64]
+    covariances: NDArray[np.float64]
+    scores: NDArray[np.float64]
+    log_likelihood: NDArray[np.float64]
+    margin: NDArray[np.float64]
+    numerator: NDArray[np.float64]
+    denominator: NDArray[np.float64]
+    steps: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedSum:
+    """Partial sums of an average on the padded half-spectrum; `+` merges them, in task order.
+
+    Attributes
+    ----------
+    numerator : (2 c + 1, 2 c + 1, c + 2) complex
+        Sum of ``w C X``; frequency 0 at ``[c, c, 0]``, two rows a frequency.
+    denominator : same shape, real
+        Sum of ``w C^2``.
+    n_particles : int
+    """
+
+    numerator: NDArray[np.complexfloating[Any, Any]]
+    denominator: NDArray[np.floating[Any]]
+    n_particles: int
+
+    def __add__(self, other: WeightedSum) -> WeightedSum:
+        return WeightedSum(
+            self.numerator + other.numerator.astype(np.complex128),
+            self.denominator + other.denominator.astype(np.float64),
+            self.n_particles + other.n_particles,
+        )
+
+
+class SearchSession(Protocol):
+    """One reference, one half-set. A context manager; owns memory."""
+
+    def load(self, particles: ParticleBatch) -> list[tuple[int, str]]:
+        """Makes particles ready; returns (index, reason) of those that are unusable. They get no candidates."""
+
+    def search(self, starts: Candidates, anchor_angst: NDArray[np.float64], level: SearchLevel) -> Candidates:
+        """Best candidates around each start; `anchor_angst` (p, 3) is the centre of the hard shift limit."""
+
+    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64]) -> PoseEstimates:
+        """Exact Gauss-Newton of every candidate; the best of each particle."""
+
+    def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> ResidualPower:
+        """Residual power at given poses, beyond `k_max` the whole power."""
+
+    def close(self) -> None:
+        """Gives the session's memory back."""
+
+
+class SumSession(Protocol):
+    """Sums of one half-set."""
+
+    def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
+        """Adds particles at poses; returns (index, reason) of those left out."""
+
+    def result(self) -> WeightedSum:
+        """What has been added."""
+
+    def close(self) -> None:
+        """Gives the session's memory back."""
+
+
+class Backend(Protocol):
+    """A way to score, refine and sum particles."""
+
+    name: str
+
+    def open_search(self, setup: SearchSetup) -> SearchSession:
+        """A session for one reference and half-set."""
+
+    def open_sum(self, setup: SumSetup) -> SumSession:
+        """A session for sums."""
+
+
+def no_candidates(n_particles: int, seeds: int) -> Candidates:
+    """Unused places for every particle."""
+    rotations = np.broadcast_to(np.eye(3), (n_particles, seeds, 3, 3)).copy()
+    return Candidates(rotations, np.zeros((n_particles, seeds, 3)), np.full((n_particles, seeds), -np.inf))
+
+
+def as_candidates(rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> Candidates:
+    """One start for each particle, from poses (p, 3, 3) and (p, 3)."""
+    return Candidates(rotations[:, None].copy(), shifts_angst[:, None].copy(), np.zeros((len(rotations), 1)))
+
+
+def unusable(reasons: Sequence[tuple[int, str]], n_particles: int) -> NDArray[np.bool_]:
+    """Mask of the particles that `load` refused."""
+    bad = np.zeros(n_particles, dtype=bool)
+    for index, _ in reasons:
+        bad[index] = True
+    return bad
