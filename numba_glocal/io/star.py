@@ -179,7 +179,7 @@ def quote(text: str) -> str:
     if text and text[0] not in "\"'#_" and not _has_blank(text) and text.lower() != "loop_":
         return text
     if "\n" not in text and "\r" not in text:
-        for mark in "\"'":
+        for mark in sorted("\"'", key=text.count):  # the rarer one first
             token = f"{mark}{text}{mark}"
             if _TOKEN.fullmatch(token) and _TOKEN.findall(token) == [token]:
                 return token
@@ -391,7 +391,7 @@ class _Parser:
                 if len(tokens) > 1 and not tokens[1].startswith("#"):
                     raise self.fail(i, f"label {tokens[0]} is followed by '{tokens[1]}', expected nothing or #{len(labels) + 1}")
                 labels.append(tokens[0][1:])
-            elif tokens and not (_is_comment(tokens) or (not labels and tokens[0].startswith("#"))):
+            elif tokens and not self.is_comment_among_labels(i, tokens):
                 break
             i += 1
         if block.has_loop:
@@ -436,6 +436,10 @@ class _Parser:
             extend(tokens)
             append(index + 1)
         return flat, row_lines, len(self.lines)
+
+    def is_comment_among_labels(self, index: int, tokens: list[str]) -> bool:
+        """``#1.mrc`` behind the last label is a row; before a label it can only be a comment."""
+        return _is_comment(tokens) or (tokens[0].startswith("#") and "".join(self.next_content(index + 1)).startswith("_"))
 
     def next_content(self, index: int) -> list[str]:
         """Tokens of the first line from `index` on that is neither blank nor a comment."""
