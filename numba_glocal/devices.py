@@ -12,8 +12,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from numba_glocal.errors import DeviceError
-from numba_glocal.execution.pinning import (
+from .errors import DeviceError
+from .execution.pinning import (
     ALL_GPUS,
     NO_GPUS,
     cgroup_folders,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from typing import Any, TypeVar
 
-from numba_glocal.execution.pinning import WorkerInfo, usable_cores
-from numba_glocal.execution.pool import PinnedPool, WorkerEvent
+from .pinning import WorkerInfo, usable_cores
+from .pool import PinnedPool, WorkerEvent
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

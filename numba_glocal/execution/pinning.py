@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from numba_glocal import __version__
-from numba_glocal.errors import DeviceError, SettingsError
+from .. import __version__
+from ..errors import DeviceError, SettingsError
 
 ALL_GPUS = "all"
 NO_GPUS = "none"

@@ -28,9 +28,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from numba_glocal.errors import SettingsError, WorkerError
-from numba_glocal.execution.pinning import WorkerInfo, assign_gpus, jit_cache_dir, worker_environment
-from numba_glocal.execution.process import WorkerDied, WorkerProcess
+from ..errors import SettingsError, WorkerError
+from .pinning import WorkerInfo, assign_gpus, jit_cache_dir, worker_environment
+from .process import WorkerDied, WorkerProcess
 
 MAX_DEATHS = 3
 _IDLE_CHECK_S = 0.5

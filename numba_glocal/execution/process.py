@@ -14,7 +14,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait as wait_for_any
 from typing import Any
 
-from numba_glocal.execution import worker as worker_module
+from . import worker as worker_module
 
 _TAIL_BYTES = 8192
 _POLL_S = 0.5

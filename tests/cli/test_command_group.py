@@ -1,0 +1,181 @@
+"""The group of commands and the one place where errors end."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+import time
+from types import ModuleType
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from numba_glocal import __version__
+from numba_glocal.cli import console
+from numba_glocal.cli.main import COMMANDS, main
+from numba_glocal.errors import ListError, WorkerError
+
+
+@pytest.fixture(autouse=True)
+def normal_verbosity():
+    console.set_verbosity(console.Verbosity.NORMAL)
+    yield
+    console.set_verbosity(console.Verbosity.NORMAL)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs `numba-glocal probe`, whose body is given."""
+
+    def run(body, *args):
+        module = ModuleType("numba_glocal.cli.probe")
+        module.probe_command = click.Command("probe", callback=body)
+        monkeypatch.setitem(sys.modules, "numba_glocal.cli.probe", module)
+        monkeypatch.setitem(COMMANDS, "probe", "A test.")
+        return CliRunner().invoke(main, ["probe", *args])
+
+    return run
+
+
+def raising(error):
+    def body():
+        raise error
+
+    return body
+
+
+def test_an_error_of_the_user_is_one_line_and_exit_code_2(run):
+    done = run(raising(ListError("particles.star, line 7: expected 12 columns,\n found 11")))
+    assert done.exit_code == 2
+    assert done.stderr == "numba-glocal: error: particles.star, line 7: expected 12 columns, found 11\n"
+    assert done.stdout == ""
+
+
+def test_ctrl_c_is_one_line_and_exit_code_130(run):
+    done = run(raising(KeyboardInterrupt()))
+    assert done.exit_code == 130
+    assert done.stderr.strip() == "numba-glocal: interrupted"
+
+
+def test_the_unexpected_is_one_line_that_names_the_file_with_the_traceback(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    done = run(raising(ZeroDivisionError("division by zero")))
+    assert done.exit_code == 1
+    match = re.fullmatch(r"numba-glocal: unexpected error: ZeroDivisionError: division by zero \(the traceback is in (.*)\)\n", done.stderr)
+    text = open(match.group(1)).read()
+    assert "in body" in text and __version__ in text
+
+
+def test_tracebacks_go_to_the_log_of_the_run(run, tmp_path):
+    log = logging.getLogger("numba_glocal")
+    handler = logging.FileHandler(tmp_path / "log.txt")
+    log.addHandler(handler)
+    try:
+        expected = run(raising(WorkerError("task 3 failed", "Traceback of the worker")))
+        unexpected = run(raising(ZeroDivisionError("x")))
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+    text = (tmp_path / "log.txt").read_text()
+    assert "Traceback of the worker" in text and "WorkerError: task 3 failed" in text and "ZeroDivisionError: x" in text
+    assert expected.stderr == "numba-glocal: error: task 3 failed\n"
+    assert unexpected.stderr.count("\n") == 1 and str(tmp_path / "log.txt") in unexpected.stderr
+
+
+def test_exit_codes_of_commands(run):
+    assert run(lambda: click.get_current_context().exit(3)).exit_code == 3
+    assert run(lambda: None).exit_code == 0
+    assert run(lambda: True).exit_code == 0
+    done = run(lambda: None, "--no-such-option")
+    assert done.exit_code == 2 and "No such option" in done.stderr
+    assert CliRunner().invoke(main, ["nope"]).exit_code == 2
+
+
+def test_a_command_that_is_not_there_breaks_only_itself(monkeypatch):
+    monkeypatch.setitem(COMMANDS, "later", "Comes later.")
+    done = CliRunner().invoke(main, ["later"])
+    assert (done.exit_code, done.stderr) == (2, f"numba-glocal: error: the command 'later' is not part of this version ({__version__})\n")
+    assert "Comes later." in CliRunner().invoke(main, ["--help"]).stdout
+
+
+def test_version_and_bare_call():
+    assert CliRunner().invoke(main, ["--version"]).stdout == f"numba-glocal, version {__version__}\n"
+    bare = CliRunner().invoke(main, [])
+    assert bare.exit_code == 2 and "Commands:" in bare.output
+
+
+def test_help_is_fast_and_loads_nothing_heavy():
+    code = """
+import sys
+sys.argv = ["numba-glocal", "--help"]
+from numba_glocal.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+print([name for name in ("numpy", "numba", "scipy", "rich", "matplotlib") if name in sys.modules], file=sys.stderr)
+"""
+    times = []
+    for _ in range(2):
+        begin = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        times.append(time.perf_counter() - begin)
+    assert done.stderr == "[]\n"
+    assert all(re.search(rf"^  {name}\s", done.stdout, re.M) for name in COMMANDS)
+    assert min(times) < 1.0  # about 0.1 s on an idle machine
+
+
+def test_devices_command():
+    done = CliRunner().invoke(main, ["devices"])
+    assert done.exit_code == 0
+    assert re.search(r"cores +\d+ usable of \d+", done.stdout) and "numba " in done.stdout and "GPU" in done.stdout
+
+
+# --- the console ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_is_two_lines_where_there_is_no_terminal(capsys):
+    with console.Stage("align half 1", total=5000) as stage:
+        for _ in range(5000):
+            stage.advance()
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert len(lines) == 2
+    assert lines[0] == "align half 1: 5000 particles"
+    assert re.fullmatch(r"align half 1: 5000 particles in [\d.]+ s \([\d.e+]+ particles/s\)", lines[1])
+
+
+def test_a_stage_that_fails_says_how_far_it_came(capsys):
+    with pytest.raises(ValueError), console.Stage("read", total=9, unit="files") as stage:
+        stage.advance(4)
+        raise ValueError
+    assert capsys.readouterr().err.splitlines()[1] == "read: stopped after 4 of 9 files"
+
+
+def test_a_stage_on_a_terminal_is_a_bar(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with console.Stage("align [half 1]", total=10) as stage:
+        stage.advance(5, remark="GPU 0: 3/s")
+        stage._bar.refresh()
+    err = capsys.readouterr().err
+    assert "align [half 1]" in err and "5/10" in err and "particles/s" in err and "GPU 0: 3/s" in err
+
+
+def test_quiet_and_tables(capsys):
+    console.print_table(["a", "b"], [(1, "x"), (2, "y")], title="t")
+    assert capsys.readouterr().out == "# t\na\tb\n1\tx\n2\ty\n"
+    console.set_verbosity(console.Verbosity.QUIET)
+    console.say("no")
+    console.note("no")
+    console.print_table(["a"], [(1,)])
+    with console.Stage("s", 1) as stage:
+        stage.advance()
+    console.warn("yes")
+    assert capsys.readouterr() == ("", "numba-glocal: warning: yes\n")
