@@ -57,9 +57,9 @@ def half_layout(data: NDArray[Any], box_size: int, name: object = "weights") -> 
         half = _from_half_z(data, n)
     else:
         raise VolumeError(f"{name}: found {_kind(data.shape)}; expected weights for box {n}: {n} x {n} x {n}, {h} x {n} x {n} or {n} x {n} x {h}")
+    if not np.isfinite(data).all():
+        raise VolumeError(f"{name}: {int((~np.isfinite(data)).sum())} weights are not finite")
     half = np.ascontiguousarray(half, dtype=np.float32)
-    if not np.isfinite(half).all():
-        raise VolumeError(f"{name}: {int((~np.isfinite(half)).sum())} weights are not finite")
     if not half.any():
         raise VolumeError(f"{name}: a wedge that leaves nothing (all weights are 0)")
     # reading may hand out a view of a read-only buffer
