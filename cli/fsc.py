@@ -36,7 +36,7 @@ def fsc_command(
     first, second = read_volume(half1), read_volume(half2)
     if first.box_size != second.box_size:
         raise VolumeError(f"{half2}: expected a box of {first.box_size} voxels as {half1} has; found {second.box_size}")
-    pixel = _pixel_size(pixel_size_angst, {half1: first, half2: second})
+    pixel = _pixel_size(pixel_size_angst, half1, first, half2, second)
     mask = None if mask_path is None else check_mask(read_volume(mask_path).data, first.box_size, str(mask_path))
     curve = half_map_fsc(first.data, second.data, pixel, mask, "none" if mask_path is None else mask_path.name)
     say(f"# box {first.box_size}, pixel {pixel:.6g} A, mask {curve.mask_name}")
@@ -73,16 +73,14 @@ def _angst(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else "none"
 
 
-def _pixel_size(given: float | None, maps: dict[Path, Volume]) -> float:
+def _pixel_size(given: float | None, path1: Path, first: Volume, path2: Path, second: Volume) -> float:
     if given is not None:
         if not (given > 0 and math.isfinite(given)):
             raise SettingsError(f"--pixel-size: expected more than 0 Angstrom; found {given}")
         return given
-    (path1, first), (path2, second) = maps.items() if len(maps) == 2 else list(maps.items()) * 2
-    if not first.pixel_size_angst > 0:
+    expected, found = first.pixel_size_angst, second.pixel_size_angst
+    if not expected > 0:
         raise VolumeError(f"{path1}: its header has no pixel size that can be believed; give --pixel-size")
-    if second.pixel_size_angst > 0 and not math.isclose(first.pixel_size_angst, second.pixel_size_angst, rel_tol=1e-3):
-        raise VolumeError(
-            f"{path2}: expected a pixel size of {first.pixel_size_angst:g} A as {path1} has; found {second.pixel_size_angst:g} A (or give --pixel-size)"
-        )
-    return first.pixel_size_angst
+    if found > 0 and not math.isclose(expected, found, rel_tol=1e-3):
+        raise VolumeError(f"{path2}: expected a pixel size of {expected:g} A as {path1} has; found {found:g} A (or give --pixel-size)")
+    return expected
