@@ -52,7 +52,7 @@ def register_format(list_format: ListFormat) -> None:
 register_format(ListFormat("RELION STAR", (".star",), read_relion_particles, write_relion_particles))
 register_format(ListFormat("PyTom particle list", (".xml",)))
 register_format(ListFormat("Dynamo table", (".tbl",)))
-register_format(ListFormat("EM motive list", (".em",)))
+register_format(ListFormat("TOM/AV3 motive list", (".em",)))
 
 
 def read_particles(path: str | Path, **options: Any) -> ParticleSet:

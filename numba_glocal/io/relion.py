@@ -339,7 +339,7 @@ def _one_value(block: StarBlock, values: NDArray[np.float64], what: str) -> floa
     different = np.abs(values - values[0]) > 1e-4 * abs(values[0])
     if different.any():
         row = int(np.argmax(different))
-        raise ListError(f"{block.where(row)}: {what} give a pixel size of {values[row]:g} A, {_line(block, 0)} of {values[0]:g} A; expected one")
+        raise ListError(f"{block.where(row)}: pixel size {values[row]:g} A ({what}), but {values[0]:g} A in {_line(block, 0)}; expected one")
     return float(values[0])
 
 

@@ -196,7 +196,8 @@ def test_independent_data_set_with_an_asymmetric_range(shared, tmp_path):
     pytest.importorskip("finufft")
     script = shared / "tools/make_dataset.py"
     done = subprocess.run(
-        [sys.executable, script, "set", "--map", shared / "data/maps/human_ribo_21A.em", "--n", "2", "--box", "24", "--tilt-min", "-40", "--tilt-max", "60"],
+        [sys.executable, script, "set", "--map", shared / "data/maps/human_ribo_21A.em",
+         "--n", "2", "--box", "24", "--tilt-min", "-40", "--tilt-max", "60"],
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
