@@ -50,19 +50,19 @@ def show_resolutions(curve: FSCCurve, criterion: float) -> None:
     """Print one line per curve, and warn of a curve that rises again."""
     masked = curve.mask_name != "none"
     curves = {"unmasked": curve.unmasked, "masked": curve.masked, "corrected": curve.corrected} if masked else {"unmasked": curve.unmasked}
-    rows = []
+    rows: list[tuple[str, str, str, str]] = []
     for name, values in curves.items():
         crossing = find_crossing(values, curve.box_size, curve.pixel_size_angst, criterion)
         remark = "" if crossing.crossed else "never falls below: limited by the voxel size"
         if crossing.rises_again:
             remark = "rises above it again"
-        rows.append((name, _angst(crossing.resolution_angst), crossing.shell, remark))
+        rows.append((name, _angst(crossing.resolution_angst), str(crossing.shell), remark))
     if masked:
         first = curve.randomised_from_shell
         none = first >= curve.unmasked.size
         where = "none" if none else _angst(shell_resolution_angst(first, curve.box_size, curve.pixel_size_angst))
         remark = "unmasked curve never below 0.8" if none else "where phases are randomised from"
-        rows.insert(2, ("randomised", where, "" if none else first, remark))
+        rows.insert(2, ("randomised", where, "" if none else str(first), remark))
     print_table(("curve", f"resolution at {criterion:g} (A)", "shell", "remark"), rows)
     final = find_crossing(curve.corrected, curve.box_size, curve.pixel_size_angst, criterion)
     if final.rises_again:

@@ -218,9 +218,13 @@ def summarise(data: ReportData) -> str:
         ended = {True: ", after which the poses no longer moved", False: "", None: ""}[data.converged]
         sentences.append(f"{_plural(len(data.iterations), 'iteration was', 'iterations were')} run{ended}.")
     turn, shift = _median(data.angle_changes_deg), _median(data.shift_changes_angst)
-    moved = [text for text in (f"{turn:.2g} degrees" if turn is not None else "", _angst(shift) if shift is not None else "") if text]
+    moved = []
+    if turn is not None:
+        moved.append(f"half of the particles turned by more than {turn:.2g} degrees")
+    if shift is not None:
+        moved.append(f"half {'of the particles ' if turn is None else ''}moved by more than {_angst(shift)}")
     if moved:
-        sentences.append(f"From the poses of the input list half of the particles moved by more than {' or '.join(moved)}.")
+        sentences.append(f"Compared with the poses of the input list, {' and '.join(moved)}.")
     if data.bad_particles:
         sentences.append(f"{_plural(len(data.bad_particles), 'particle was', 'particles were')} skipped.")
     return " ".join(sentences) or "Nothing has been computed yet."

@@ -113,7 +113,7 @@ def test_summary_says_what_happened():
     text = summarise(full())
     assert "26.7 \u00c5 (FSC 0.143, half-maps under the mask, corrected" in text
     assert "50 particles, 26 and 24" in text and "2 iterations were run, after which the poses no longer moved" in text
-    assert "4 degrees or 7.5 \u00c5" in text and "1 particle was skipped" in text
+    assert "turned by more than 4 degrees and half moved by more than 7.5 \u00c5" in text and "1 particle was skipped" in text
 
 
 @pytest.mark.parametrize(

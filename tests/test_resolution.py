@@ -154,6 +154,7 @@ def test_equal_halves_need_no_randomisation():
     [
         ([1, 0.9, 0.5, 0.1, 0.05], 2, True, False),
         ([1, 0.9, 0.1, 0.3, 0.05], 1, True, True),
+        ([1, 0.4, 0.1, 0.6, 0.1], 1, True, True),
         ([1, 0.9, 0.5, 0.4, 0.3], 4, False, False),
         ([1, 0.1, 0.0, 0.0, 0.0], 0, True, False),
         ([0, 0.9, 0.5, np.nan, 0.0], 2, True, False),
