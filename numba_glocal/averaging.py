@@ -1,0 +1,138 @@
+"""From sums to maps: partial sums of half-sets, the reconstruction, and the frame that the two halves share."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .backends import interpolation as kernels
+from .backends.cpu import unpack_normal_equations
+from .backends.protocols import WeightedSum
+from .fourier import PAD, grid_band, irfftn, padded_offset, padded_spectrum, sinc2_correction
+from .geometry import matrix_to_rotvec, rotvec_to_matrix
+from .values import Poses
+
+REGULARISATION = 0.02
+"""Share of a shell's mean weight that is added where no signal-to-noise ratio is given, so that empty places stay empty."""
+
+
+def reconstruct(sums: WeightedSum, box_size: int, signal_to_noise: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
+    """The map of a half-set from its sums: ``sum w C X / (sum w C^2 + mean weight of the shell / ratio)``.
+
+    Parameters
+    ----------
+    sums : WeightedSum
+    box_size : int
+        Of the worked grid.
+    signal_to_noise : (shells,) float64, optional
+        Ratio per shell, for a map used as reference (the posterior mean under a Gaussian prior, as in RELION); by default the map is
+        nearly unregularised.
+
+    Returns
+    -------
+    (n, n, n) float32
+        Without its mean (k = 0 is left out), centre at ``n // 2``.
+    """
+    n, padded = box_size, PAD * box_size
+    c = (sums.numerator.shape[0] - 1) // 2
+    numerator, denominator = sums.numerator.astype(np.complex128), sums.denominator.astype(np.float64)
+    # the plane kx = 0 received each Friedel pair once, on either side
+    numerator[:, :, 0] += np.conj(numerator[::-1, ::-1, 0])
+    denominator[:, :, 0] += denominator[::-1, ::-1, 0]
+    z, y, x = np.arange(-c, c + 1)[:, None, None], np.arange(-c, c + 1)[None, :, None], np.arange(c + 2)[None, None, :]
+    radius = np.sqrt(z * z + y * y + x * x) / PAD
+    shell = np.minimum(np.rint(radius).astype(np.int64), n)
+    count = np.bincount(shell.ravel(), minlength=n + 1)
+    profile = np.bincount(shell.ravel(), denominator.ravel(), n + 1) / np.maximum(count, 1)
+    if signal_to_noise is None:
+        extra = REGULARISATION * profile[shell]
+    else:
+        ratio = np.interp(radius, np.arange(len(signal_to_noise)), signal_to_noise, right=1e-6)
+        extra = profile[shell] / np.maximum(ratio, 1e-6)
+    tiny = 1e-12 * max(float(profile.max()), 1e-30)
+    limit = n // 2
+    spectrum = np.where((radius < limit) & (radius > 0), numerator / (denominator + extra + tiny), 0)
+    # back into the corner-origin half-spectrum of the padded box; samples beyond n / 2 are zero and are dropped
+    reach = min(c, PAD * limit - 1)
+    whole = np.zeros((padded, padded, padded // 2 + 1), np.complex128)
+    rows = np.arange(-reach, reach + 1)
+    whole[np.ix_(rows % padded, rows % padded, np.arange(reach + 1))] = spectrum[c - reach : c + reach + 1, c - reach : c + reach + 1, : reach + 1]
+    volume = np.fft.fftshift(irfftn(whole.astype(np.complex64), padded))
+    start = padded // 2 - n // 2
+    inner = volume[start : start + n, start : start + n, start : start + n]
+    return (inner / sinc2_correction(n)).astype(np.float32)
+
+
+def merge(sums: list[WeightedSum]) -> WeightedSum:
+    """Partial sums added up in the order given, in double precision."""
+    total = WeightedSum(sums[0].numerator.astype(np.complex128), sums[0].denominator.astype(np.float64), sums[0].n_particles)
+    for part in sums[1:]:
+        total.numerator[...] += part.numerator
+        total.denominator[...] += part.denominator
+        total = WeightedSum(total.numerator, total.denominator, total.n_particles + part.n_particles)
+    return total
+
+
+def relative_motion(half1: NDArray[np.float32], half2: NDArray[np.float32], mask: NDArray[np.float32], k_max: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The small rigid motion that carries one half-map onto the other, from the low band alone.
+
+    Parameters
+    ----------
+    half1, half2 : (n, n, n) float32
+    mask : (n, n, n) float32
+    k_max : float
+        Band in 1 / box; low, so that no noise of high resolution is aligned and the halves stay independent there.
+
+    Returns
+    -------
+    rotvec_rad : (3,) float64
+        Rotation vector of Q.
+    shift_voxels : (3,) float64
+        d, with ``half2(x) = half1(Q^-1 (x - d))``.
+    """
+    n = half1.shape[0]
+    reach = int(np.ceil(k_max))
+    c = padded_offset(reach)
+    spectra = [np.ascontiguousarray(padded_spectrum(half * mask, reach)).view(np.float32).ravel() for half in (half1, half2)]
+    # a generic common turn keeps the samples off the padded grid's nodes, where the sinc^2 correction overshoots
+    generic = rotvec_to_matrix(np.array([-0.7, 0.9, 0.5]))
+    band = grid_band(n, float(k_max))
+    points = np.ascontiguousarray(band.k @ generic.T, np.float32)
+    one = np.ones(len(points), np.float32)
+    target = np.empty(len(points), np.complex64)
+    model = np.empty(len(points), np.complex64)
+    identity = np.eye(3, dtype=np.float32)
+    kernels.gather(spectra[1], 2 * c + 1, c, points, identity, np.float32(PAD), target)
+    kernels.gather(spectra[0], 2 * c + 1, c, points, identity, np.float32(PAD), model)
+    power = np.bincount(band.shell, np.abs(target - model) ** 2, n) / np.maximum(np.bincount(band.shell, minlength=n), 1)
+    weight = (1.0 / np.maximum(power[band.shell], 1e-12 * max(float(power.max()), 1e-30))).astype(np.float32)
+    if not power.max() > 0:
+        return np.zeros(3), np.zeros(3)
+    rotation, shift = np.eye(3), np.zeros(3)
+    scratch, sums = np.zeros(kernels.SCRATCH_SIZE, np.float32), np.zeros(kernels.N_SUMS)
+    for _ in range(8):
+        # the points are not integers: their phases are taken here, not from tables
+        phase = np.exp(2j * np.pi / n * (points.astype(np.float64) @ shift))
+        data = (target * phase).astype(np.complex64)
+        none = np.ones((3, 2 * n + 1), np.complex64)
+        kernels.normal_equations(
+            spectra[0], 2 * c + 1, c, points, np.ascontiguousarray(rotation, np.float32), none, np.float32(PAD), data, one, weight, scratch, sums
+        )
+        hessian, gradient = unpack_normal_equations(sums)
+        try:
+            step = np.linalg.solve(hessian, gradient)
+        except np.linalg.LinAlgError:
+            break
+        step[:3] *= min(1.0, np.deg2rad(3.0) / max(float(np.linalg.norm(step[:3])), 1e-12))
+        shift = shift + rotation @ step[3:] * n / (2.0 * np.pi)
+        rotation = rotation @ rotvec_to_matrix(step[:3])
+        if np.linalg.norm(step[:3]) < 1e-6 and np.linalg.norm(step[3:]) < 1e-6:
+            break
+    return matrix_to_rotvec(rotation), shift
+
+
+def move_frame(poses: Poses, rotvec_rad: NDArray[np.float64], shift_angst: NDArray[np.float64], share: float) -> Poses:
+    """Poses after their map's frame gave way by a share of a motion: ``R' = R Q^share``, ``s' = s + R (share d)``."""
+    rotations = poses.rotations @ rotvec_to_matrix(share * np.asarray(rotvec_rad))
+    shifts = poses.shifts_angst + np.einsum("pij,j->pi", poses.rotations, share * np.asarray(shift_angst))
+    return Poses(rotations, shifts)

@@ -1,0 +1,237 @@
+"""Picklable tasks, and what a worker keeps between them: its backend with its cache, and the last two sessions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..alignment import ChunkResult, SearchPlan, align_chunk, search_levels
+from ..backends.protocols import Backend, Grid, ParticleMask, SearchSession, SearchSetup, SumSetup, WeightedSum
+from ..errors import WorkerError
+from ..noise import NoiseModel
+from ..particles import ParticleReader
+from .pinning import WorkerInfo
+
+_SESSIONS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some particles of one half-set: who they are and where they stand.
+
+    Attributes
+    ----------
+    half : int
+    rows : (p,) int64
+        Their rows in the particle set.
+    names, volume_paths, weight_paths : tuples
+    rotations : (p, 3, 3) float64, shifts_angst : (p, 3) float64
+        Poses to start from.
+    anchors_angst : (p, 3) float64
+        Centres of the hard shift limit.
+    """
+
+    half: int
+    rows: NDArray[np.int64]
+    names: tuple[str, ...]
+    volume_paths: tuple[Path, ...]
+    weight_paths: tuple[Path | None, ...]
+    rotations: NDArray[np.float64]
+    shifts_angst: NDArray[np.float64]
+    anchors_angst: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceFile:
+    """A reference that workers read themselves: a ``.npy`` file of (n, n, n) float32, its digest, and a factor on its grey values."""
+
+    path: Path
+    digest: str
+    scale: float = 1.0
+
+    def read(self) -> NDArray[np.float32]:
+        """The map; the digest guards against a file that changed under the run."""
+        data = np.load(self.path)
+        if array_digest(data) != self.digest:
+            raise WorkerError(f"{self.path}: the reference changed while the run was using it")
+        return (data * np.float32(self.scale)).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class AlignTask:
+    """Search, refine and measure residuals for one chunk."""
+
+    chunk: Chunk
+    reader: ParticleReader
+    reference: ReferenceFile
+    particle_mask: ParticleMask
+    noise: NoiseModel
+    score: str
+    k_min: float
+    k_max: float
+    max_shift_angst: float
+    plan: SearchPlan | None
+    radius_voxels: float
+    refine: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SumTask:
+    """Add one chunk to its half's average."""
+
+    chunk: Chunk
+    reader: ParticleReader
+    noise: NoiseModel
+
+
+@dataclass(frozen=True, slots=True)
+class SumResult:
+    """Partial sums of one chunk, and who was left out."""
+
+    sums: WeightedSum
+    bad: list[tuple[int, str]]
+
+
+def array_digest(data: NDArray[Any]) -> str:
+    """Digest of an array's bytes."""
+    return hashlib.blake2b(np.ascontiguousarray(data).tobytes(), digest_size=16).hexdigest()
+
+
+def write_reference(path: Path, data: NDArray[np.float32]) -> ReferenceFile:
+    """Stores a reference for workers."""
+    data = np.ascontiguousarray(data, np.float32)
+    temporary = path.with_name(path.name + ".part")
+    with open(temporary, "wb") as handle:
+        np.save(handle, data)
+    temporary.replace(path)
+    return ReferenceFile(path, array_digest(data))
+
+
+class WorkerState:
+    """What lives as long as a worker does."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.sessions: OrderedDict[bytes, SearchSession] = OrderedDict()
+
+    def search_session(self, task: AlignTask) -> SearchSession:
+        """The session of a task's setup, opened on first sight; the last two are kept."""
+        noise = task.noise
+        text = repr((task.reader.grid, task.reference.digest, task.reference.scale, task.particle_mask, task.score, task.k_min, task.k_max))
+        text += repr((task.max_shift_angst, noise.gamma, noise.epsilon))
+        key = hashlib.blake2b(text.encode() + noise.sigma2.tobytes(), digest_size=16).digest()
+        session = self.sessions.get(key)
+        if session is None:
+            while len(self.sessions) >= _SESSIONS:
+                self.sessions.popitem(last=False)[1].close()
+            session = self.backend.open_search(
+                SearchSetup(
+                    task.reader.grid,
+                    task.reference.read(),
+                    task.particle_mask,
+                    noise,
+                    task.score,
+                    task.k_min,
+                    task.k_max,
+                    task.max_shift_angst,
+                )
+            )
+            self.sessions[key] = session
+        self.sessions.move_to_end(key)
+        return session
+
+
+_state: WorkerState | None = None
+
+
+def start_worker(info: WorkerInfo | None = None, backend: str = "cpu", cache_bytes: int = 2 << 30) -> str:
+    """Pool initialiser: makes this process's backend.
+
+    Parameters
+    ----------
+    info : WorkerInfo
+        Who this worker is.
+    backend : str
+        "cpu".
+    cache_bytes : int
+        Budget of the cache of prepared particles.
+
+    Returns
+    -------
+    str
+        What the backend runs on, for the log.
+    """
+    global _state
+    from ..backends.cpu import CPUBackend
+
+    if backend != "cpu":
+        raise WorkerError(f"backend {backend!r} is not known; expected cpu")
+    _state = WorkerState(CPUBackend(cache_bytes))
+    return "CPU"
+
+
+def _worker() -> WorkerState:
+    if _state is None:
+        start_worker()
+    assert _state is not None
+    return _state
+
+
+def run_align(task: AlignTask) -> ChunkResult:
+    """Runs an `AlignTask` in this process."""
+    chunk = task.chunk
+    session = _worker().search_session(task)
+    grid = task.reader.grid
+    levels = () if task.plan is None else search_levels(task.plan, grid.binned_box_size, grid.binned_pixel_size_angst, task.radius_voxels)
+    batch = task.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths)
+    return align_chunk(session, batch, chunk.rotations, chunk.shifts_angst, chunk.anchors_angst, levels, task.refine)
+
+
+def run_sum(task: SumTask) -> SumResult:
+    """Runs a `SumTask` in this process."""
+    chunk = task.chunk
+    setup = SumSetup(task.reader.grid, task.reader.normalise_mask, task.noise)
+    session = _worker().backend.open_sum(setup)
+    try:
+        bad = session.add(task.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths), chunk.rotations, chunk.shifts_angst)
+        return SumResult(session.result(), bad)
+    finally:
+        session.close()
+
+
+def run_task(task: AlignTask | SumTask) -> ChunkResult | SumResult:
+    """Runs any task; the one function that executors are given."""
+    return run_align(task) if isinstance(task, AlignTask) else run_sum(task)
+
+
+def warm_up() -> None:
+    """Compiles (or loads) every kernel on a tiny problem; the pool lets one worker do it while the others wait."""
+    from ..backends.cpu import CPUBackend
+    from ..backends.protocols import ParticleBatch
+
+    n = 16
+    rng = np.random.default_rng(0)
+    volume = rng.normal(size=(n, n, n)).astype(np.float32)
+    weight = np.ones((n, n, n // 2 + 1), np.float32)
+    grid, mask = Grid(n, n, 1.0), ParticleMask(5.0, 2.0)
+    noise = NoiseModel(np.ones(n // 2 + 1))
+    backend = CPUBackend(0)
+    batch = ParticleBatch(("a", "b"), lambda i: (volume, weight))
+    starts, shifts = np.repeat(np.eye(3)[None], 2, 0), np.zeros((2, 3))
+    session = backend.open_search(SearchSetup(grid, volume, mask, noise, "ml", 0.0, 6.0))
+    levels = search_levels(SearchPlan(30.0, 1, 4.0, 6.0), n, 1.0, 5.0)
+    levels = tuple(replace(level, shift_radius_angst=level.shift_step_angst * steps) for level in levels for steps in (0.0, 1.0, 2.0, 3.0))
+    align_chunk(session, batch, starts, shifts, shifts, levels, True)
+    session.close()
+    total = backend.open_sum(SumSetup(grid, mask, noise))
+    total.add(batch, starts, shifts)
+    total.close()

@@ -1,0 +1,153 @@
+"""From a particle's files to what a backend is given: binned, normalised volume and weight on the grid half-spectrum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .backends.protocols import Grid, ParticleBatch, ParticleMask
+from .errors import BadParticleError, InputError
+from .fourier import centred_irfftn, centred_rfftn
+from .io import read_volume
+from .masks import spherical_mask
+from .wedge import read_weight_volume, tilt_range_weights
+
+
+@dataclass(frozen=True, slots=True)
+class TiltRange:
+    """A missing wedge given by its tilt range, for lists that name no weight volumes."""
+
+    tilt_min_deg: float
+    tilt_max_deg: float
+    tilt_axis: str = "y"
+    flip: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ParticleReader:
+    """How particles are read; small and picklable, so that it travels with every task.
+
+    Attributes
+    ----------
+    grid : Grid
+    normalise_mask : ParticleMask
+        Mean and deviation are taken outside this sphere (of the worked grid).
+    normalise : bool
+        To mean 0 and deviation 1 outside the mask; else only the mean is taken off.
+    invert_contrast : bool
+    tilt_range : TiltRange or None
+        For particles without a weight volume; None: all of Fourier space is there.
+    """
+
+    grid: Grid
+    normalise_mask: ParticleMask
+    normalise: bool = True
+    invert_contrast: bool = False
+    tilt_range: TiltRange | None = None
+
+    def read_volume(self, name: str, path: Path) -> NDArray[np.float32]:
+        """One particle on the worked grid, normalised.
+
+        Raises
+        ------
+        BadParticleError
+            Unreadable, of another box, constant or not finite.
+        """
+        try:
+            data = read_volume(path, quiet=True).data
+        except (InputError, OSError) as problem:
+            raise BadParticleError(name, str(problem)) from None
+        n = self.grid.box_size
+        if data.shape != (n, n, n):
+            raise BadParticleError(name, f"its box is {data.shape[0]}, expected {n}")
+        if not np.isfinite(data).all():
+            raise BadParticleError(name, "it holds values that are not finite")
+        outside = _outside(self.grid.box_size, self._unbinned_radius())
+        chosen = data[outside]
+        mean, deviation = float(chosen.mean(dtype=np.float64)), float(chosen.std(dtype=np.float64))
+        scale = max(abs(float(data.max())), abs(float(data.min())), 1e-30)
+        if not deviation > 1e-6 * scale:
+            raise BadParticleError(name, "it is constant")
+        factor = (1.0 / deviation if self.normalise else 1.0) * (-1.0 if self.invert_contrast else 1.0)
+        data = (data - np.float32(mean)) * np.float32(factor)
+        return fourier_crop(data, self.grid.binned_box_size)
+
+    def read_weight(self, path: Path | None) -> NDArray[np.float32]:
+        """Weight on the worked grid's half-spectrum; the same array object for the same path."""
+        return _weight(path, self.tilt_range, self.grid.box_size, self.grid.binned_box_size)
+
+    def batch(self, names: tuple[str, ...], volume_paths: tuple[Path, ...], weight_paths: tuple[Path | None, ...]) -> ParticleBatch:
+        """Particles for a session; the key of a particle tells how it was read."""
+        prefix = f"{self.normalise}{self.invert_contrast}{self.tilt_range}{self.normalise_mask}"
+
+        def read(index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+            volume = self.read_volume(names[index], volume_paths[index])
+            try:
+                return volume, self.read_weight(weight_paths[index])
+            except InputError as problem:
+                raise BadParticleError(names[index], str(problem)) from None
+
+        keys = tuple(f"{prefix}|{volume}|{weight}" for volume, weight in zip(volume_paths, weight_paths, strict=True))
+        return ParticleBatch(keys, read)
+
+    def _unbinned_radius(self) -> float:
+        return self.normalise_mask.radius_voxels * self.grid.box_size / self.grid.binned_box_size
+
+
+@lru_cache(maxsize=4)
+def _outside(box_size: int, radius_voxels: float) -> NDArray[np.bool_]:
+    """Voxels outside the particle; all of them where the sphere fills the box."""
+    outside = spherical_mask(box_size, max(radius_voxels, 1.0), 0.0) < 0.5
+    return outside if outside.mean() > 0.05 else np.ones_like(outside)
+
+
+@lru_cache(maxsize=64)
+def _weight(path: Path | None, tilt_range: TiltRange | None, box_size: int, binned_box_size: int) -> NDArray[np.float32]:
+    if path is not None:
+        weight = read_weight_volume(path, box_size)
+    elif tilt_range is not None:
+        weight = tilt_range_weights(
+            box_size, tilt_range.tilt_min_deg, tilt_range.tilt_max_deg, tilt_axis=tilt_range.tilt_axis, flip=tilt_range.flip, smooth_voxels=1.0
+        )
+    else:
+        weight = np.ones((box_size, box_size, box_size // 2 + 1), np.float32)
+    return np.ascontiguousarray(crop_half_spectrum(weight, binned_box_size), np.float32)
+
+
+def crop_half_spectrum(spectrum: NDArray[np.generic], binned_box_size: int) -> NDArray[np.generic]:
+    """Central part of a grid half-spectrum: the half-spectrum of the box `binned_box_size`.
+
+    For an even target its Nyquist planes are kept as they are; nothing that reads them does so (`fourier.grid_band`).
+    """
+    n, m = spectrum.shape[0], binned_box_size
+    if m == n:
+        return spectrum
+    k = np.rint(np.fft.fftfreq(m) * m).astype(int)
+    rows = k % n
+    return np.ascontiguousarray(spectrum[np.ix_(rows, rows, np.arange(m // 2 + 1))])
+
+
+def fourier_crop(volume: NDArray[np.float32], binned_box_size: int) -> NDArray[np.float32]:
+    """A volume on a coarser grid: its transform cropped, its centre kept exactly, its grey values too.
+
+    Parameters
+    ----------
+    volume : (n, n, n) float32
+    binned_box_size : int
+        m <= n; the scale is ``n / m`` (docs/conventions.md, 4).
+
+    Returns
+    -------
+    (m, m, m) float32
+    """
+    n, m = volume.shape[0], binned_box_size
+    if m == n:
+        return np.ascontiguousarray(volume, np.float32)
+    spectrum = crop_half_spectrum(centred_rfftn(volume), m) * np.float32((m / n) ** 3)
+    if m % 2 == 0:  # a real map has no well-defined phase there
+        spectrum[m // 2, :, :], spectrum[:, m // 2, :], spectrum[:, :, m // 2] = 0, 0, 0
+    return np.ascontiguousarray(centred_irfftn(spectrum, m), np.float32)
