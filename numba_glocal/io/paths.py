@@ -52,6 +52,10 @@ class VolumeFinder:
         first = [self._first] if self._first else []
         return [os.path.join(folder, name) for folder in dict.fromkeys(first + self.folders)]
 
+    def place(self, name: str) -> Path:
+        """Where the file of a name should be, without looking: the folder of the first file found, or the first folder."""
+        return Path(os.path.join(self._first or self.folders[0], opened_name(name)))
+
     def find(self, name: str) -> Path | None:
         """Where the file of a name is, None when it is nowhere."""
         opened = opened_name(name)

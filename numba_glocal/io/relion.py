@@ -130,8 +130,9 @@ def read_relion_particles(
         found = find_volumes(names, finder, path, "particle volume")
         found_weights = find_volumes([name for name in weight_names if name], finder, path, "weight volume")
     else:
-        found = {name: finder.find(name) or Path(finder.candidates(name)[0]) for name in dict.fromkeys(names)}
-        found_weights = {name: finder.find(name) or Path(finder.candidates(name)[0]) for name in dict.fromkeys(weight_names) if name}
+        finder.find(names[0])
+        found = {name: finder.place(name) for name in dict.fromkeys(names)}
+        found_weights = {name: finder.place(name) for name in dict.fromkeys(weight_names) if name}
     volume_paths = tuple(found[name] for name in names)
     _refuse_duplicates(block, names, volume_paths)
 
