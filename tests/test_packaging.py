@@ -20,8 +20,8 @@ CLI = ROOT / "cli"
 # From the top of the house to the bottom; a room imports from its own storey and from those below. A new module or folder gets its place here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
-    ("refinement",),
-    ("alignment", "averaging", "execution", "devices", "simulation"),
+    ("job", "refinement"),
+    ("alignment", "averaging", "execution", "devices", "particles", "simulation"),
     ("backends",),
     ("io", "results", "wedge", "report", "report_template"),
     ("filters", "half_sets", "masks", "noise", "phantom", "resolution", "sampling", "shifts", "symmetry"),

@@ -412,7 +412,7 @@ def _last_line(words: str) -> str:
 
 def _with_traceback(error: BaseException | None, summary: str, text: str) -> BaseException:
     """The worker's exception as it was, or a `WorkerError` that quotes it, with the worker's traceback."""
-    if error is None:
+    if not isinstance(error, Exception):  # it does not pickle; or it is a SystemExit, which would end this process without a word
         return WorkerError(summary, text)
     if isinstance(error, WorkerError) and not error.traceback_text:
         error.traceback_text = text

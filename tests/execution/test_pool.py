@@ -166,6 +166,12 @@ def test_an_exception_that_does_not_pickle_is_quoted():
         assert pool.submit(pool_tasks.square, 3).result() == 9
 
 
+def test_a_task_that_exits_fails_and_does_not_end_this_process():
+    with PinnedPool(1) as pool:
+        error = pool.submit(sys.exit, 0).exception()
+        assert isinstance(error, WorkerError) and "SystemExit: 0" in str(error)
+
+
 def test_what_does_not_pickle_is_an_error_of_the_task_or_the_submit():
     with PinnedPool(1) as pool:
         assert isinstance(pool.submit(pool_tasks.return_unpicklable, 0).exception(), (pickle.PicklingError, AttributeError, TypeError))
