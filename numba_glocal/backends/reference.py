@@ -1,0 +1,490 @@
+"""The slow oracle: the same sessions as the fast backends, by the formulas of docs/scoring.md as they are written.
+
+Double precision numpy and scipy only, and no code shared with the fast paths: the reference's transform at turned positions is a direct
+sum over voxels, rotations come from scipy, and everything is evaluated on the particle's own grid samples. Meant for tests and boxes up to
+about 24 voxels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import ndimage, optimize
+from scipy.spatial.transform import Rotation
+
+from ..errors import BadParticleError
+from ..noise import WEIGHT_BIN_EDGES, NoiseModel, ResidualPower
+from .protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, WeightedSum, no_candidates
+
+Float = NDArray[np.float64]
+Complex = NDArray[np.complex128]
+
+_CHUNK = 512
+_TRIAL_LATTICE = Rotation.from_rotvec([-0.7, 0.9, 0.5]).as_matrix()
+"""Axes of the lattice of trial shifts, in the reference's frame at the start pose."""
+
+_MAX_TRIAL_STEPS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """One particle on its grid samples: half of Fourier space, the origin left out, C not 0."""
+
+    k: Float  # (m, 3), x y z
+    shell: NDArray[np.int64]
+    data: Complex  # X
+    unmasked: Complex  # Xu
+    weight: Float  # C
+    inverse_variance: Float  # w
+
+    def within(self, k_min: float, k_max: float) -> _Samples:
+        """Those with k_min <= |k| <= k_max."""
+        radius = np.linalg.norm(self.k, axis=1)
+        keep = (radius <= k_max + 1e-6) & (radius >= k_min - 1e-6)
+        return _Samples(self.k[keep], self.shell[keep], self.data[keep], self.unmasked[keep], self.weight[keep], self.inverse_variance[keep])
+
+
+@dataclass(frozen=True, slots=True)
+class _Particle:
+    volume: Float  # mean outside the mask removed, not masked
+    masked: Float
+    weight: Float  # half-spectrum
+    samples: _Samples
+
+
+def sphere(box_size: int, radius_voxels: float, soft_edge_voxels: float, centre_voxels: Float | None = None) -> Float:
+    """The particle mask, periodic, its centre `centre_voxels` (x, y, z) away from the box's."""
+    axis = np.arange(box_size) - box_size // 2
+    x, y, z = (np.remainder(axis - s + box_size / 2, box_size) - box_size / 2 for s in (np.zeros(3) if centre_voxels is None else centre_voxels))
+    radius = np.sqrt(z[:, None, None] ** 2 + y[None, :, None] ** 2 + x[None, None, :] ** 2)
+    if soft_edge_voxels <= 0:
+        return (radius <= radius_voxels).astype(np.float64)
+    return np.cos(0.5 * np.pi * np.clip((radius - radius_voxels) / soft_edge_voxels, 0, 1)) ** 2
+
+
+def transform_at(volume: Float, points: Float) -> Complex:
+    """Transform of a volume, centre ``n // 2``, at any points (m, 3) in 1 / box: a direct sum over its voxels."""
+    n = volume.shape[0]
+    axis = np.arange(n) - n // 2
+    rows = np.asarray(volume, np.float64).reshape(n * n, n)
+    out = np.empty(len(points), np.complex128)
+    for first in range(0, len(points), _CHUNK):
+        part = points[first : first + _CHUNK]
+        x, y, z = (np.exp(-2j * np.pi / n * np.outer(axis, part[:, i])) for i in range(3))
+        over_x = (rows @ x.real + 1j * (rows @ x.imag)).reshape(n, n, -1)
+        out[first : first + _CHUNK] = ((over_x * y).sum(1) * z).sum(0)
+    return out
+
+
+def _half_spectrum(volume: Float) -> Complex:
+    return np.fft.rfftn(np.fft.ifftshift(volume))
+
+
+def _volume(spectrum: Complex, n: int) -> Float:
+    return np.fft.fftshift(np.fft.irfftn(spectrum, s=(n, n, n), axes=(0, 1, 2)))
+
+
+def _frequencies(n: int) -> Float:
+    """(n, n, n // 2 + 1, 3) frequencies (x, y, z) of the half-spectrum."""
+    k = np.fft.fftfreq(n, 1 / n)
+    z, y, x = np.meshgrid(k, k, np.arange(n // 2 + 1.0), indexing="ij")
+    return np.stack([x, y, z], axis=-1)
+
+
+def _half_space(k: Float, n: int) -> NDArray[np.bool_]:
+    """One of each pair k, -k; neither the origin nor the planes that an even box folds onto themselves."""
+    x, y, z = k[..., 0], k[..., 1], k[..., 2]
+    return ((x > 0) | ((x == 0) & (y > 0)) | ((x == 0) & (y == 0) & (z > 0))) & (np.abs(k).max(-1) < n / 2)
+
+
+def _relative_weight(weight: Float) -> Float:
+    """The a that V is a function of: ``|C| / max |C|``, squared where C is a signed CTF."""
+    largest = np.abs(weight).max()
+    a = np.abs(weight) / max(largest, 1e-30)
+    return a * a if weight.min() < -0.05 * largest else a
+
+
+def _inverse_variance(noise: NoiseModel, weight: Float, shell: NDArray[np.int64]) -> Float:
+    sigma2 = np.maximum(noise.sigma2, max(float(noise.sigma2.max()) * 1e-9, 1e-30))
+    return 1.0 / (sigma2[np.minimum(shell, len(sigma2) - 1)] * noise.variance_form(_relative_weight(weight)))
+
+
+def _voxel_angst(grid: Grid) -> float:
+    return grid.pixel_size_angst * grid.box_size / grid.binned_box_size
+
+
+def trial_shifts(radius: float, step: float) -> Float:
+    """Trial shifts (t, 3) of a ball, shortest first: a cubic lattice with `step` stretched so that it ends on the radius."""
+    if radius <= 0:
+        return np.zeros((1, 3))
+    count = min(max(round(radius / step), 1), _MAX_TRIAL_STEPS)
+    axis = np.linspace(-radius, radius, 2 * count + 1)
+    lattice = np.stack(np.meshgrid(axis, axis, axis, indexing="ij"), -1).reshape(-1, 3)
+    length = np.linalg.norm(lattice, axis=1)
+    lattice = lattice[np.argsort(length, kind="stable")][: int((length <= 1.01 * radius + 1e-9).sum())]
+    return lattice @ _TRIAL_LATTICE.T
+
+
+class ReferenceBackend:
+    """Scores, refines and sums particles slowly, in double precision."""
+
+    name = "reference"
+
+    def open_search(self, setup: SearchSetup) -> ReferenceSearchSession:
+        """A session for one reference and half-set."""
+        return ReferenceSearchSession(setup)
+
+    def open_sum(self, setup: SumSetup) -> ReferenceSumSession:
+        """A session for sums."""
+        return ReferenceSumSession(setup)
+
+
+class ReferenceSearchSession:
+    """See `protocols.SearchSession`."""
+
+    def __init__(self, setup: SearchSetup) -> None:
+        self.setup = setup
+        self._n = setup.grid.binned_box_size
+        self._voxel_angst = _voxel_angst(setup.grid)
+        self._reference = np.asarray(setup.reference, np.float64)
+        mask = setup.particle_mask
+        self._mask = sphere(self._n, mask.radius_voxels, mask.soft_edge_voxels)
+        self._mask_mean_square = float(np.mean(self._mask**2))
+        self._particles: list[_Particle | None] = []
+
+    def load(self, particles: ParticleBatch) -> list[tuple[int, str]]:
+        """Masks and transforms particles; returns (index, reason) of unusable ones."""
+        self._particles, bad = [], []
+        for index, name in enumerate(particles.keys):
+            try:
+                particle = self._prepare(*particles.read(index))
+                if not len(particle.samples.k):
+                    raise BadParticleError(name, "its weight leaves nothing in the band")
+            except BadParticleError as problem:
+                bad.append((index, problem.reason))
+                self._particles.append(None)
+            else:
+                self._particles.append(particle)
+        return bad
+
+    def _prepare(self, volume: NDArray[Any], weight: NDArray[Any]) -> _Particle:
+        n = self._n
+        volume, weight = np.asarray(volume, np.float64), np.asarray(weight, np.float64)
+        outside = self._mask < 0.01
+        volume = volume - (volume[outside].mean() if outside.any() else volume.mean())
+        masked = volume * self._mask
+        k = _frequencies(n)
+        radius = np.linalg.norm(k, axis=-1)
+        used = _half_space(k, n) & (radius <= n // 2 - 2 + 1e-6) & (weight != 0)
+        shell = np.rint(radius).astype(np.int64)
+        w = _inverse_variance(self.setup.noise, weight, shell)
+        samples = _Samples(k[used], shell[used], _half_spectrum(masked)[used], _half_spectrum(volume)[used], weight[used], w[used])
+        return _Particle(volume, masked, weight, samples)
+
+    def _model(self, samples: _Samples, rotation: Float) -> Complex:
+        """F(R^-1 k)."""
+        return transform_at(self._reference, samples.k @ rotation)
+
+    def _phase(self, samples: _Samples, shift_angst: Float) -> Complex:
+        """exp(+2 pi i k.s), (m,) or, for shifts (t, 3), (m, t)."""
+        return np.exp(2j * np.pi / self._n / self._voxel_angst * (samples.k @ shift_angst.T))
+
+    # -- scores ------------------------------------------------------------------------------------------------------
+
+    def _normalised(self, p: int, samples: _Samples, num: Float, den: Any, places_angst: Float, k_max: float) -> Float:
+        """Scores of ``num`` (.., t) at shifts (t, 3)."""
+        if self.setup.score == "ml":
+            return 2.0 * num - den
+        if self.setup.score == "ncc":
+            return num / np.sqrt(den * (samples.inverse_variance * np.abs(samples.data) ** 2).sum())
+        sigma = self._sigma(p, places_angst, k_max)
+        return num / (np.sqrt(den) * sigma) * math.sqrt(2.0 / (self._n**3 * self._mask.sum()))
+
+    def _sigma(self, p: int, places_angst: Float, k_max: float) -> Float:
+        """Standard deviation of the filtered unmasked particle under the mask moved to each place (t, 3)."""
+        particle = self._particles[p]
+        assert particle is not None
+        n, mask = self._n, self.setup.particle_mask
+        k = _frequencies(n)
+        radius = np.linalg.norm(k, axis=-1)
+        band = (radius <= k_max + 1e-6) & (radius >= max(self.setup.k_min - 1e-6, 0.5)) & (np.abs(k).max(-1) < n / 2) & (particle.weight != 0)
+        w = _inverse_variance(self.setup.noise, particle.weight, np.rint(radius).astype(np.int64))
+        x = _volume(_half_spectrum(particle.volume) * np.sqrt(w) * band, n)
+        out = np.empty(len(places_angst))
+        for i, place in enumerate(places_angst / self._voxel_angst):
+            moved = sphere(n, mask.radius_voxels, mask.soft_edge_voxels, place)
+            mean = (moved * x).sum() / moved.sum()
+            out[i] = math.sqrt((moved * x * x).sum() / moved.sum() - mean**2)
+        return out
+
+    def _data(self, samples: _Samples) -> Complex:
+        return samples.unmasked if self.setup.score == "flcf" else samples.data
+
+    def search(self, starts: Candidates, anchor_angst: NDArray[np.float64], level: SearchLevel) -> Candidates:
+        """Scores every rotation and shift of the level around every start; keeps the best that are apart."""
+        result = no_candidates(len(self._particles), level.keep)
+        for p in range(len(self._particles)):
+            found = [
+                self.score_start(p, starts.rotations[p, s], starts.shifts_angst[p, s], anchor_angst[p], level)
+                for s in range(starts.scores.shape[1])
+                if self._particles[p] is not None and starts.scores[p, s] > -np.inf
+            ]
+            if not found:
+                continue
+            rotations, shifts, scores = (np.concatenate(part) for part in zip(*found, strict=True))
+            kept: list[int] = []
+            for row in np.argsort(-scores, kind="stable"):
+                if len(kept) == level.keep or scores[row] == -np.inf:
+                    break
+                angles = [np.rad2deg(Rotation.from_matrix(rotations[row] @ rotations[other].T).magnitude()) for other in kept]
+                if all(angle >= level.separation_deg for angle in angles):
+                    kept.append(int(row))
+            result.rotations[p, : len(kept)] = rotations[kept]
+            result.shifts_angst[p, : len(kept)] = shifts[kept]
+            result.scores[p, : len(kept)] = scores[kept]
+        return result
+
+    def score_start(self, p: int, rotation: Float, shift_angst: Float, anchor_angst: Float, level: SearchLevel) -> tuple[Float, Float, Float]:
+        """Rotations (a, 3, 3), best shifts (a, 3) and scores (a,) around one start of particle `p`."""
+        particle = self._particles[p]
+        assert particle is not None
+        k_max = min(level.k_max, self.setup.k_max, self._n // 2 - 2)
+        samples = particle.samples.within(self.setup.k_min, k_max)
+        places = shift_angst + trial_shifts(level.shift_radius_angst, level.shift_step_angst) @ rotation.T
+        allowed = np.linalg.norm(places - anchor_angst, axis=1) <= self.setup.max_shift_angst * (1 + 1e-6) + 1e-6
+        rotations = rotation @ level.rotations
+        if not allowed.any():
+            return rotations, np.broadcast_to(shift_angst, (len(rotations), 3)), np.full(len(rotations), -np.inf)
+        places = places[allowed]
+        models = np.stack([self._model(samples, r) for r in rotations])
+        wc = samples.inverse_variance * samples.weight
+        num = (np.conj(models) @ ((wc * self._data(samples))[:, None] * self._phase(samples, places))).real
+        den = (wc * samples.weight * np.abs(models) ** 2).sum(1)[:, None]
+        scores = self._normalised(p, samples, num, den, places, k_max)
+        best = scores.argmax(1)
+        return rotations, places[best], scores[np.arange(len(scores)), best]
+
+    # -- refinement --------------------------------------------------------------------------------------------------
+
+    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64]) -> PoseEstimates:
+        """Maximises the likelihood from every candidate with a general optimiser; keeps the best of each particle."""
+        count = len(self._particles)
+        nothing = np.full(count, -np.inf)
+        out = PoseEstimates(
+            candidates.rotations[:, 0].copy(),
+            candidates.shifts_angst[:, 0].copy(),
+            np.full((count, 6, 6), np.nan),
+            nothing,
+            nothing.copy(),
+            np.full(count, np.inf),
+            np.zeros(count),
+            np.zeros(count),
+            np.zeros(count, np.int32),
+        )
+        k_max = min(self.setup.k_max, self._n // 2 - 2)
+        for p, particle in enumerate(self._particles):
+            if particle is None:
+                continue
+            samples = particle.samples.within(self.setup.k_min, k_max)
+            ends = [
+                self._maximise(samples, candidates.rotations[p, s], candidates.shifts_angst[p, s], anchor_angst[p])
+                for s in range(candidates.scores.shape[1])
+                if candidates.scores[p, s] > -np.inf
+            ]
+            if not ends:
+                continue
+            ends.sort(key=lambda end: -end[0])
+            likelihood, rotation, shift, _ = ends[0]
+            num, den = self.sums(samples, samples.data, rotation, shift)
+            out.rotations[p], out.shifts_angst[p], out.numerator[p], out.denominator[p] = rotation, shift, num, den
+            out.steps[p] = sum(end[3] for end in ends)
+            out.log_likelihood[p] = likelihood * self._mask_mean_square
+            out.covariances[p] = np.linalg.inv(2.0 * self._mask_mean_square * self.information(samples, rotation, shift))
+            wanted = num if self.setup.score != "flcf" else self.sums(samples, samples.unmasked, rotation, shift)[0]
+            out.scores[p] = self._normalised(p, samples, np.array([wanted]), den, shift[None], k_max)[0]
+            for other in ends[1:]:
+                angle_deg = np.rad2deg(Rotation.from_matrix(rotation.T @ other[1]).magnitude())
+                if angle_deg > 1.0 or np.linalg.norm(other[2] - shift) > self._voxel_angst:
+                    out.margin[p] = (likelihood - other[0]) * self._mask_mean_square
+                    break
+        return out
+
+    def sums(self, samples: _Samples, data: Complex, rotation: Float, shift_angst: Float) -> tuple[float, float]:
+        """num and den2 at a pose."""
+        model = samples.weight * self._model(samples, rotation)
+        num = (samples.inverse_variance * np.conj(model) * data * self._phase(samples, shift_angst)).real.sum()
+        return float(num), float((samples.inverse_variance * np.abs(model) ** 2).sum())
+
+    def _pose(self, x: Float, rotation: Float, shift_angst: Float) -> tuple[Float, Float]:
+        """The pose at unknowns x: a rotation vector applied on the left, as arc in voxels at the edge of the mask, and a shift in voxels."""
+        turn = Rotation.from_rotvec(x[:3] / self.setup.particle_mask.radius_voxels).as_matrix()
+        return turn @ rotation, shift_angst + x[3:] * self._voxel_angst
+
+    def _whitened_model(self, samples: _Samples, rotation: Float, shift_angst: Float) -> Float:
+        model = np.sqrt(samples.inverse_variance) * samples.weight * self._model(samples, rotation) / self._phase(samples, shift_angst)
+        return np.concatenate([model.real, model.imag])
+
+    def _maximise(self, samples: _Samples, rotation: Float, shift_angst: Float, anchor_angst: Float) -> tuple[float, Float, Float, int]:
+        """Likelihood, pose and number of evaluations at the end of a search from one candidate."""
+        data = np.sqrt(samples.inverse_variance) * samples.data
+        target = np.concatenate([data.real, data.imag])
+        scale = 1.0 / math.sqrt(float(target @ target))
+
+        def residual(x: Float) -> Float:
+            return scale * (target - self._whitened_model(samples, *self._pose(x, rotation, shift_angst)))
+
+        found = optimize.least_squares(residual, np.zeros(6), jac="3-point", method="trf", xtol=1e-9, ftol=1e-12, gtol=1e-12, max_nfev=60)
+        x, evaluations = found.x, int(found.nfev)
+
+        def room(x: Float) -> float:
+            away = self._pose(x, rotation, shift_angst)[1] - anchor_angst
+            return float(self.setup.max_shift_angst**2 - away @ away) / self._voxel_angst**2
+
+        if np.isfinite(self.setup.max_shift_angst) and room(x) < 0:
+            inside = np.append(x[:3], 0.0 * x[3:])
+            bounded = optimize.minimize(
+                lambda x: float((residual(x) ** 2).sum()),
+                inside,
+                method="SLSQP",
+                constraints={"type": "ineq", "fun": room},
+                options={"ftol": 1e-13, "maxiter": 100},
+            )
+            x, evaluations = bounded.x, evaluations + int(bounded.nfev)
+        pose = self._pose(x, rotation, shift_angst)
+        num, den = self.sums(samples, samples.data, *pose)
+        return 2.0 * num - den, *pose, evaluations
+
+    def information(self, samples: _Samples, rotation: Float, shift_angst: Float) -> Float:
+        """``sum w Re J^H J`` (6, 6) of (rotation vector on the left, radians; shift, Angstrom), by central differences of the model."""
+        columns = []
+        for axis, step in [(i, 1e-4) for i in range(3)] + [(i, 1e-4 * self._voxel_angst) for i in range(3)]:
+            ends = []
+            for sign in (1.0, -1.0):
+                vector = np.zeros(3)
+                vector[axis] = sign * step
+                if len(columns) < 3:
+                    ends.append(self._whitened_model(samples, Rotation.from_rotvec(vector).as_matrix() @ rotation, shift_angst))
+                else:
+                    ends.append(self._whitened_model(samples, rotation, shift_angst + vector))
+            columns.append((ends[0] - ends[1]) / (2.0 * step))
+        jacobian = np.stack(columns, axis=1)
+        return jacobian.T @ jacobian
+
+    # -- residuals ---------------------------------------------------------------------------------------------------
+
+    def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> ResidualPower:
+        """Residual power by weight and shell at given poses; beyond the reference's band the whole power."""
+        n = self._n
+        total = ResidualPower.empty(n // 2 + 1)
+        k = _frequencies(n)
+        radius = np.linalg.norm(k, axis=-1)
+        used = _half_space(k, n) & (radius <= n // 2 - 2 + 1e-6)
+        k, radius = k[used], radius[used]
+        shell = np.rint(radius).astype(np.int64)
+        for p, particle in enumerate(self._particles):
+            if particle is None:
+                continue
+            weight = particle.weight[used]
+            model = transform_at(self._reference, k @ rotations[p]) * (radius <= min(self.setup.k_max, n // 2 - 2) + 1e-6)
+            model *= np.exp(-2j * np.pi / n / self._voxel_angst * (k @ shifts_angst[p]))
+            residual = np.abs(_half_spectrum(particle.masked)[used] - weight * model) ** 2
+            a = _relative_weight(particle.weight)[used]
+            row = np.clip(np.digitize(a, WEIGHT_BIN_EDGES) - 1, 0, len(WEIGHT_BIN_EDGES) - 2)
+            np.add.at(total.power, (row, shell), residual)
+            np.add.at(total.count, (row, shell), 1.0)
+            np.add.at(total.weight_sum, (row, shell), a)
+        return total
+
+    def close(self) -> None:
+        """Drops the particles."""
+        self._particles = []
+
+
+class ReferenceSumSession:
+    """See `protocols.SumSession`. `volume` gives the same average by another way, through rotations in real space."""
+
+    def __init__(self, setup: SumSetup) -> None:
+        self.setup = setup
+        n = self._n = setup.grid.binned_box_size
+        self._voxel_angst = _voxel_angst(setup.grid)
+        k = _frequencies(n)
+        self._used = _half_space(k, n) & (np.linalg.norm(k, axis=-1) <= n // 2 - 1 + 1e-6)
+        self._k = k[self._used]
+        self._c = 2 * (n // 2 - 1) + 3
+        rows = 2 * self._c + 1
+        self._numerator = np.zeros((rows, rows, self._c + 2), np.complex128)
+        self._denominator = np.zeros((rows, rows, self._c + 2))
+        self._map_sum = np.zeros((n, n, n))
+        self._kernel_sum = np.zeros((n, n, n))
+        self._count = 0
+
+    def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
+        """Adds particles at poses; returns (index, reason) of those left out."""
+        bad = []
+        for index in range(len(particles.keys)):
+            try:
+                volume, weight = particles.read(index)
+            except BadParticleError as problem:
+                bad.append((index, problem.reason))
+                continue
+            self._add(np.asarray(volume, np.float64), np.asarray(weight, np.float64), rotations[index], shifts_angst[index] / self._voxel_angst)
+            self._count += 1
+        return bad
+
+    def _add(self, volume: Float, weight: Float, rotation: Float, shift: Float) -> None:
+        n = self._n
+        wc = weight / self.setup.noise.variance_form(_relative_weight(weight))
+        spectrum = _half_spectrum(volume)
+        values = (wc * spectrum)[self._used] * np.exp(2j * np.pi / n * (self._k @ shift))
+        weights = (wc * weight)[self._used]
+        self._spread(2.0 * (self._k @ rotation), values, weights)
+        # real space: the filtered particle, and the kernel whose transform is w C^2, turned back into the reference's frame
+        for target, source, by in (
+            (self._map_sum, _volume(wc * spectrum * self._used_or_mirrored(), n), shift),
+            (self._kernel_sum, _volume(wc * weight * self._used_or_mirrored() + 0j, n), np.zeros(3)),
+        ):
+            turned = rotation[::-1, ::-1]  # acts on (z, y, x)
+            centre = np.full(3, n // 2)
+            target += ndimage.affine_transform(source, turned, centre - turned @ centre + by[::-1], order=5, mode="grid-wrap")
+
+    def _used_or_mirrored(self) -> NDArray[np.bool_]:
+        used = self._used.copy()
+        used[:, :, 0] |= np.roll(used[::-1, ::-1, 0], (1, 1), (0, 1))
+        return used
+
+    def _spread(self, at: Float, values: Complex, weights: Float) -> None:
+        """Adds samples at padded positions (m, 3) to their eight neighbours, with trilinear shares."""
+        flip = at[:, 0] < 0
+        at = np.where(flip[:, None], -at, at)
+        values = np.where(flip, np.conj(values), values)
+        low = np.floor(at).astype(np.int64)
+        part = at - low
+        for corner in np.ndindex(2, 2, 2):
+            share = np.prod(np.where(corner, part, 1.0 - part), axis=1)
+            x, y, z = (low + corner).T
+            np.add.at(self._numerator, (z + self._c, y + self._c, x), share * values)
+            np.add.at(self._denominator, (z + self._c, y + self._c, x), share * weights)
+
+    def result(self) -> WeightedSum:
+        """What has been added."""
+        return WeightedSum(self._numerator.copy(), self._denominator.copy(), self._count)
+
+    def volume(self, regularisation: float = 0.02) -> Float:
+        """The average by real-space rotations: ``sum w C X / (sum w C^2 + a share of the shell's mean)``."""
+        n = self._n
+        numerator, weight = _half_spectrum(self._map_sum), _half_spectrum(self._kernel_sum).real
+        radius = np.linalg.norm(_frequencies(n), axis=-1)
+        shell = np.rint(radius).astype(np.int64).ravel()
+        mean = np.bincount(shell, weight.ravel()) / np.maximum(np.bincount(shell), 1)
+        total = weight + regularisation * mean[shell].reshape(weight.shape)
+        keep = (radius > 0) & (radius < n // 2 - 1)
+        return _volume(np.where(keep, numerator / np.where(keep, total, 1.0), 0.0), n)
+
+    def close(self) -> None:
+        """Gives the sums' memory back."""
+        self._map_sum = self._kernel_sum = np.zeros(0)
+        self._numerator, self._denominator = np.zeros(0, np.complex128), np.zeros(0)
