@@ -70,7 +70,7 @@ def transform_at(volume: Float, points: Float) -> Complex:
     """Transform of a volume, centre ``n // 2``, at any points (m, 3) in 1 / box: a direct sum over its voxels."""
     n = volume.shape[0]
     axis = np.arange(n) - n // 2
-    rows = np.asarray(volume, np.float64).reshape(n * n, n)
+    rows = np.asarray(volume, np.float64).reshape(-1, n)
     out = np.empty(len(points), np.complex128)
     for first in range(0, len(points), _CHUNK):
         part = points[first : first + _CHUNK]
@@ -84,7 +84,7 @@ def _half_spectrum(volume: Float) -> Complex:
     return np.fft.rfftn(np.fft.ifftshift(volume))
 
 
-def _volume(spectrum: Complex, n: int) -> Float:
+def _volume(spectrum: NDArray[np.complexfloating[Any, Any]], n: int) -> Float:
     return np.fft.fftshift(np.fft.irfftn(spectrum, s=(n, n, n), axes=(0, 1, 2)))
 
 
@@ -337,7 +337,7 @@ class ReferenceSearchSession:
         def residual(x: Float) -> Float:
             return scale * (target - self._whitened_model(samples, *self._pose(x, rotation, shift_angst)))
 
-        found = optimize.least_squares(residual, np.zeros(6), jac="3-point", method="trf", xtol=1e-9, ftol=1e-12, gtol=1e-12, max_nfev=60)
+        found = optimize.least_squares(residual, np.zeros(6), method="trf", xtol=1e-7, ftol=1e-11, gtol=1e-11, max_nfev=60)
         x, evaluations = found.x, int(found.nfev)
 
         def room(x: Float) -> float:
@@ -360,7 +360,7 @@ class ReferenceSearchSession:
 
     def information(self, samples: _Samples, rotation: Float, shift_angst: Float) -> Float:
         """``sum w Re J^H J`` (6, 6) of (rotation vector on the left, radians; shift, Angstrom), by central differences of the model."""
-        columns = []
+        columns: list[Float] = []
         for axis, step in [(i, 1e-4) for i in range(3)] + [(i, 1e-4 * self._voxel_angst) for i in range(3)]:
             ends = []
             for sign in (1.0, -1.0):
@@ -486,5 +486,6 @@ class ReferenceSumSession:
 
     def close(self) -> None:
         """Gives the sums' memory back."""
-        self._map_sum = self._kernel_sum = np.zeros(0)
-        self._numerator, self._denominator = np.zeros(0, np.complex128), np.zeros(0)
+        empty = np.zeros((0, 0, 0))
+        self._map_sum = self._kernel_sum = self._denominator = empty
+        self._numerator = empty.astype(np.complex128)
