@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.floating[Any]]
 IntArray = NDArray[np.integer[Any]]
 
+SCORES = ("flcf", "ncc", "ml")
+"""Kinds of score (docs/scoring.md, 1)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Volume:

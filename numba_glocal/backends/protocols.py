@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from ..noise import NoiseModel, ResidualPower
 
-SCORES = ("flcf", "ncc", "ml")
-
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -67,7 +65,7 @@ class SearchSetup:
     particle_mask : ParticleMask
     noise : NoiseModel
     score : str
-        One of `SCORES`; decides which candidate wins and what is reported. Refinement always maximises the likelihood.
+        One of `values.SCORES`; decides which candidate wins and what is reported. Refinement always maximises the likelihood.
     k_min, k_max : float
         Band limits in 1 / box; levels may use less.
     max_shift_angst : float

@@ -1,0 +1,133 @@
+"""`numba-glocal align`: the main job."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import click
+
+from numba_glocal.errors import SettingsError
+from numba_glocal.job import prepare_job
+from numba_glocal.refinement import Refinement, RunResult
+from numba_glocal.results import RunFolder
+from numba_glocal.settings import SPLITS, AlignSettings, read_job_file
+from numba_glocal.values import SCORES
+
+from .console import Stage, print_facts, say, warn
+from .options import PATH, diameter_option, dry_run_option, pixel_size_option, seed_option, subset_option, verbosity_options, wedge_options, worker_options
+from .running import choose_workers, plan_facts, refuse_input_as_output, run_job, shown_warnings
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(AlignSettings)}
+_CHANGEABLE_ON_RESUME = {"iterations", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "max_bad"}
+
+
+def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> Any:
+    """An option whose default is the settings' own, shown in the help; None until given, so that --job can set it."""
+    default = _DEFAULTS[key]
+    shown = "" if default is None or default is dataclasses.MISSING else f" [default: {default}]"
+    return click.option(*names, key, type=kind, default=None, help=text + shown, **more)
+
+
+@click.command("align")
+@click.argument("particles", type=PATH, required=False)
+@click.option("-o", "--output", type=PATH, metavar="FOLDER", help="Run folder; must not hold another run.")
+@_option("--reference", key="reference", kind=str, text="Start map. [default: average of the given poses]", metavar="FILE")
+@_option("--initial-lowpass", key="initial_lowpass_angst", kind=float, text="Low-pass of the start map.", metavar="ANGSTROM")
+@_option("--mask", key="mask", kind=str, text="Mask of the reference; it turns with it. [default: sphere of --particle-diameter]", metavar="FILE")
+@click.option("--spherical-mask", is_flag=True, help="A soft sphere of --particle-diameter (what is used without --mask).")
+@diameter_option
+@_option("--soft-edge", key="soft_edge_voxels", kind=float, text="Width of the sphere's edge.", metavar="VOXELS")
+@pixel_size_option
+@_option("--binning", key="binning", kind=float, text="Fourier cropping, whole or fractional; results stay in Angstrom.")
+@_option("--angle-shells", key="angle_shells", kind=int, text="Steps to either side of each pose in the first search.")
+@_option("--angle-increment", key="angle_increment_deg", kind=float, text="Angular step of the first search.", metavar="DEGREES")
+@_option("--shift-range", key="shift_range_angst", kind=float, text="Shifts tried in the first search. [default: 0.15 of the diameter]", metavar="ANGSTROM")
+@_option("--max-shift", key="max_shift_angst", kind=float, text="Hard limit of the distance from the list's positions.", metavar="ANGSTROM")
+@click.option("--adaptive/--fixed", "adaptive", default=None, help="Increment and shift range follow the poses' changes. [default: adaptive]")
+@_option("--score", key="score", kind=click.Choice(SCORES), text="What candidates are compared by.")
+@_option("--highpass", key="highpass_angst", kind=float, text="Coarsest detail used.", metavar="ANGSTROM")
+@_option("--lowpass", key="lowpass_angst", kind=float, text="Finest detail used.", metavar="ANGSTROM")
+@_option("--fsc-criterion", key="fsc_criterion", kind=float, text="FSC value at which the resolution is read.")
+@wedge_options
+@_option("--split", key="split", kind=click.Choice(SPLITS), text="Half-sets: as the list says, by particle, or by tomogram.")
+@_option("--iterations", key="iterations", kind=int, text="How often to iterate.")
+@click.option("--invert-contrast", is_flag=True, default=None, help="The particles' contrast is opposite to the map's.")
+@click.option("--normalise/--no-normalise", "normalise", default=None, help="Particles to mean 0, deviation 1 outside the mask. [default: yes]")
+@click.option("--premultiplied/--not-premultiplied", "premultiplied", default=None, help="Overrides the list's flag.")
+@_option("--max-bad", key="max_bad", kind=int, text="Unusable particles tolerated. [default: the larger of 1 % and 3]", metavar="N")
+@_option("--cache-gib", key="cache_gib", kind=float, text="Memory of each worker for prepared particles.", metavar="GIB")
+@seed_option
+@subset_option
+@worker_options
+@click.option("--job", "job_file", type=PATH, metavar="FILE.toml", help="Options from a file; those on the command line win.")
+@click.option("--resume", is_flag=True, help="Go on after the last finished iteration of the run in --output.")
+@dry_run_option
+@verbosity_options
+@click.pass_context
+def align_command(ctx: click.Context, particles: Path | None, output: Path | None, job_file: Path | None, resume: bool, dry_run: bool, **options: Any) -> None:
+    """Align PARTICLES (a STAR list) and average them, two independent halves, until --iterations are done.
+
+    \b
+    numba-glocal align particles.star -o run1 --reference ref.mrc --particle-diameter 300
+    """
+    with shown_warnings():
+        settings = _settings(ctx, particles, output, job_file, resume, options)
+        folder = RunFolder(Path(settings.output))
+        workers = choose_workers(settings)
+        job = prepare_job(settings)
+        for line in job.warnings:
+            warn(line)
+        print_facts("Plan", plan_facts(job, workers))
+        if dry_run:
+            say("Dry run: nothing was written.")
+            return
+        if resume:
+            if folder.last_state() is None:
+                raise SettingsError(f"--resume: {folder.path} holds no finished iteration; start the run anew")
+        else:
+            folder.create(settings, refuse_input_as_output(folder.path, settings.particles, settings.reference, settings.mask))
+
+        def work(executor: Any) -> RunResult:
+            loop = Refinement(job, executor, folder, Stage)
+            result = loop.run(resume)
+            loop.finish(result)
+            return result
+
+        run_job(job, workers, folder, "align", work)
+
+
+def _settings(
+    ctx: click.Context, particles: Path | None, output: Path | None, job_file: Path | None, resume: bool, options: dict[str, Any]
+) -> AlignSettings:
+    """Options of the command line over those of a job file (of the run itself when resuming)."""
+    options.pop("spherical_mask") and options.get("mask") is not None and _refuse_two_masks()
+    given = {key: value for key, value in options.items() if value is not None}
+    for key in ("seed", "tilt_axis", "flip_tilt", "procs_per_gpu"):  # options with a default of their own: only what the user typed counts
+        if ctx.get_parameter_source(key) != click.core.ParameterSource.COMMANDLINE:
+            given.pop(key, None)
+    if particles is not None:
+        given["particles"] = str(particles)
+    if output is not None:
+        given["output"] = str(output)
+    base: dict[str, Any] = {}
+    if resume:
+        if output is None:
+            raise SettingsError("--resume needs the run's folder: -o FOLDER")
+        base = read_job_file(output / "job.toml")
+        for key, value in given.items():
+            if key not in _CHANGEABLE_ON_RESUME | {"output", "particles"} and base.get(key, _DEFAULTS.get(key)) != value:
+                raise SettingsError(f"--resume: {key} was {base.get(key, _DEFAULTS.get(key))} in this run and cannot become {value}")
+    elif job_file is not None:
+        base = read_job_file(job_file)
+    merged = base | given
+    if "particles" not in merged:
+        raise SettingsError("no particle list is given; expected `numba-glocal align PARTICLES.star -o FOLDER`")
+    if "output" not in merged:
+        raise SettingsError("no output folder is given; expected -o FOLDER")
+    return AlignSettings(**merged)
+
+
+def _refuse_two_masks() -> None:
+    raise SettingsError("--mask and --spherical-mask exclude each other")

@@ -1,0 +1,227 @@
+"""What `align`, `average` and `demo` share: workers, log, and the last words."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from numba_glocal.alignment import SearchPlan, search_levels
+from numba_glocal.devices import memory_bytes, resolve_gpus
+from numba_glocal.errors import DeviceError, SettingsError
+from numba_glocal.execution.executors import make_executor
+from numba_glocal.execution.pinning import usable_cores
+from numba_glocal.execution.pool import WorkerEvent
+from numba_glocal.execution.tasks import start_worker, warm_up
+from numba_glocal.fourier import padded_offset
+from numba_glocal.job import Job
+from numba_glocal.refinement import RunResult
+from numba_glocal.results import RunFolder, RunState, load_report_data
+from numba_glocal.settings import AlignSettings, AverageSettings
+
+from .console import detail, gibibytes, note, say, warn
+
+
+@dataclasses.dataclass(slots=True)
+class WorkerTally:
+    """What a worker did, for the report."""
+
+    name: str
+    device: str
+    particles: int = 0
+    busy_seconds: float = 0.0
+
+
+def choose_workers(settings: AlignSettings | AverageSettings) -> int:
+    """Number of CPU workers; refuses GPUs that were asked for, as this version has no GPU backend.
+
+    Raises
+    ------
+    DeviceError
+        A GPU was asked for.
+    """
+    if settings.gpus is not None and resolve_gpus(settings.gpus):
+        raise DeviceError(f"--gpus {settings.gpus}: this version aligns on the CPU only; expected --gpus none")
+    return settings.cpu_procs or usable_cores()
+
+
+@contextmanager
+def shown_warnings() -> Any:
+    """Library warnings as one line each."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        previous = warnings.showwarning
+        warnings.showwarning = lambda message, *rest, **more: warn(" ".join(str(message).split()))
+        try:
+            yield
+        finally:
+            warnings.showwarning = previous
+
+
+def worker_memory_bytes(job: Job, cache_gib: float) -> int:
+    """Upper bound of one worker's memory: interpreter and kernels, cache, templates, columns, sums and transforms."""
+    n = job.grid.binned_box_size
+    c = padded_offset(n // 2 - 1)
+    sums = (2 * c + 1) ** 2 * (c + 2) * 16 * 2
+    transforms = (2 * n) ** 3 * 8 * 3
+    return int(400e6 + cache_gib * 2**30 + 2**30 + 3 * (64 << 20) + sums + transforms)
+
+
+def plan_facts(job: Job, workers: int) -> list[tuple[str, str]]:
+    """The plan that is shown before work starts."""
+    grid, particles = job.grid, job.particles
+    halves = [int((particles.half == h).sum()) for h in (1, 2)]
+    pixel = f"{grid.pixel_size_angst:g} A, from {particles.pixel_size_source}"
+    box = f"{grid.box_size} voxels"
+    if grid.binned_box_size != grid.box_size:
+        box += f", binned to {grid.binned_box_size} ({grid.binned_pixel_size_angst:.3f} A a voxel)"
+    facts = [
+        ("particles", f"{len(particles)} ({halves[0]} + {halves[1]} in the half-sets)"),
+        ("box", box),
+        ("pixel size", pixel),
+        ("particle diameter", f"{job.diameter_angst:.0f} A, from {job.diameter_source}"),
+        ("mask", job.mask_name),
+        ("data", "premultiplied, weights hold CTF^2 (RELION 4 convention)" if particles.premultiplied else "weights multiply the reference"),
+    ]
+    settings = job.settings
+    if isinstance(settings, AlignSettings):
+        k_start = min(job.k_limit, job.shell_of(settings.initial_lowpass_angst))
+        shift = settings.shift_range_angst or 0.15 * job.diameter_angst
+        levels = search_levels(
+            SearchPlan(settings.angle_increment_deg, settings.angle_shells, shift, max(3.0, float(int(k_start)))),
+            grid.binned_box_size,
+            grid.binned_pixel_size_angst,
+            job.radius_voxels,
+        )
+        text = ", ".join(f"{len(level.rotations)} rotations to {job.shell_of(1.0) / level.k_max:.0f} A" for level in levels)
+        facts += [
+            ("start map", settings.reference or "average of the given poses"),
+            ("first search", f"{text}; shifts within {shift:.0f} A"),
+            ("score", settings.score),
+            ("iterations", str(settings.iterations)),
+        ]
+    _, free = memory_bytes()
+    each = worker_memory_bytes(job, settings.cache_gib)
+    facts += [
+        ("workers", f"{workers} on the CPU, at most {gibibytes(each)} each ({gibibytes(free)} free)"),
+        ("output", settings.output),
+    ]
+    return facts
+
+
+def run_job(job: Job, workers: int, folder: RunFolder, command: str, work: Callable[[Any], RunResult], particles_per_task: bool = True) -> RunResult:
+    """Starts the workers, runs, writes summary, provenance and report, and says what came out."""
+    log = logging.getLogger("numba_glocal")
+    handler = logging.FileHandler(folder.path / "log.txt")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    tallies: dict[int, WorkerTally] = {}
+    begun = time.perf_counter()
+
+    def happened(event: WorkerEvent) -> None:
+        tally = tallies.setdefault(event.worker, WorkerTally(f"worker {event.worker}", "CPU" if event.gpu is None else f"GPU {event.gpu}"))
+        if event.kind == "done":
+            tally.busy_seconds += event.seconds
+            tally.particles += 1
+            return
+        folder.event(event.kind, worker=event.worker, pid=event.pid, gpu=event.gpu, seconds=round(event.seconds, 3), text=event.text)
+        if event.kind in ("died", "replaced", "failed"):
+            warn(f"worker {event.worker}: {event.kind} {event.text}".rstrip())
+        elif event.kind == "stderr":
+            log.info("worker %d: %s", event.worker, event.text.rstrip())
+        else:
+            detail(f"worker {event.worker}: {event.kind} (pid {event.pid}) {event.about or ''}".rstrip())
+
+    try:
+        folder.write_provenance()
+        folder.event("start", command=command)
+        with make_executor(
+            workers,
+            initializer=start_worker,
+            initargs=("cpu", int(job.settings.cache_gib * 2**30)),
+            warm_up=warm_up,
+            events=happened,
+        ) as executor:
+            wait = getattr(executor, "wait_ready", None)
+            if wait is not None:
+                wait()
+            note(f"{workers} workers ready in {time.perf_counter() - begun:.1f} s")
+            result = work(executor)
+        seconds = time.perf_counter() - begun
+        state = folder.last_state()
+        _write_summary(job, folder, command, result, state, list(tallies.values()), seconds)
+        folder.write_provenance(wall_seconds=round(seconds, 2))
+        from numba_glocal.report import write_report
+
+        write_report(folder.path, load_report_data(folder.path))
+        folder.event("end", seconds=round(seconds, 2))
+        _say_result(folder, result, state, seconds, job)
+        return result
+    finally:
+        log.removeHandler(handler) if not _failing() else None
+
+
+def _failing() -> bool:
+    """An exception is on its way: the command group still writes it to the log."""
+    import sys
+
+    return sys.exc_info()[0] is not None
+
+
+def _write_summary(
+    job: Job, folder: RunFolder, command: str, result: RunResult, state: RunState | None, tallies: list[WorkerTally], seconds: float
+) -> None:
+    settings = job.settings
+    folder.write_json(
+        "summary.json",
+        {
+            "command": command,
+            "particles": settings.particles,
+            "date": time.strftime("%Y-%m-%d %H:%M"),
+            "used": len(job.particles) - len(result.bad),
+            "half_counts": result.half_counts,
+            "criterion": settings.fsc_criterion,
+            "resolution_angst": result.crossing.resolution_angst if result.crossing.shell > 0 else None,
+            "iterations": state.history if state is not None else [],
+            "score": getattr(settings, "score", "none"),
+            "workers": [],
+            "busy_seconds": {tally.name: round(tally.busy_seconds, 2) for tally in tallies},
+            "bad": [(job.particles.names[row], reason) for row, reason in sorted(result.bad.items())],
+            "warnings": job.warnings,
+            "wall_seconds": seconds,
+            "settings": {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)},
+        },
+    )
+
+
+def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, seconds: float, job: Job) -> None:
+    crossing = result.crossing
+    if crossing.shell < 1:
+        say("The half-maps do not agree at any resolution: there is no structure to report.")
+    else:
+        where = "" if crossing.crossed else " (the FSC never falls below the criterion: the pixel size limits it)"
+        say(f"Resolution {crossing.resolution_angst:.1f} A at FSC {job.settings.fsc_criterion:g}, corrected for the mask{where}.")
+    if crossing.rises_again:
+        say("The FSC rises above the criterion again at higher resolution; the first crossing is reported.")
+    if state is not None and state.history:
+        last = state.history[-1]
+        say(f"Median change of the last iteration: {last['angle_change_deg']:.2f} degrees, {last['shift_change_angst']:.2f} A.")
+    if result.bad:
+        say(f"{len(result.bad)} particles were left out; they are listed in the report.")
+    say(f"{result.half_counts[0]} + {result.half_counts[1]} particles, {seconds:.1f} s. Results in {folder.path}: average.mrc, half1.mrc, half2.mrc,")
+    say("particles.star, fsc.star, report.html")
+
+
+def refuse_input_as_output(output: Path, *inputs: str | None) -> list[Path]:
+    """Inputs as paths, for `RunFolder.create`."""
+    paths = [Path(given) for given in inputs if given]
+    for path in paths:
+        if path.resolve() == output.resolve():
+            raise SettingsError(f"--output {output} is an input of this run; expected another folder")
+    return paths

@@ -1,0 +1,196 @@
+"""From settings to a job: everything is read and checked before any work starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .backends.protocols import Grid, ParticleMask
+from .errors import SettingsError, VolumeError
+from .execution.tasks import Chunk
+from .fourier import max_band
+from .half_sets import assign_half_sets
+from .io import read_particles, read_volume
+from .masks import check_mask, spherical_mask
+from .particles import ParticleReader, TiltRange, fourier_crop
+from .settings import AlignSettings, AverageSettings
+from .shifts import binned_box_size
+from .values import ParticleSet
+
+_DEFAULT_DIAMETER_OF_BOX = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run that is ready to start.
+
+    Attributes
+    ----------
+    settings : AlignSettings or AverageSettings
+    particles : ParticleSet
+        With half-sets assigned.
+    reader : ParticleReader
+    particle_mask : ParticleMask
+        Of the particles, on the worked grid.
+    mask : (n, n, n) float32
+        Of the reference, on the worked grid.
+    mask_name : str
+    diameter_angst : float
+    diameter_source : str
+    k_min, k_limit : float
+        Band limits, 1 / box of the worked grid.
+    warnings : list of str
+    """
+
+    settings: AlignSettings | AverageSettings
+    particles: ParticleSet
+    reader: ParticleReader
+    particle_mask: ParticleMask
+    mask: NDArray[np.float32] = field(repr=False)
+    mask_name: str
+    diameter_angst: float
+    diameter_source: str
+    k_min: float
+    k_limit: float
+    warnings: list[str]
+
+    @property
+    def grid(self) -> Grid:
+        """The worked grid."""
+        return self.reader.grid
+
+    @property
+    def radius_voxels(self) -> float:
+        """Particle radius on the worked grid."""
+        return 0.5 * self.diameter_angst / self.grid.binned_pixel_size_angst
+
+    @property
+    def max_bad(self) -> int:
+        """How many unusable particles are tolerated."""
+        given = self.settings.max_bad
+        return given if given is not None else max(3, len(self.particles) // 100)
+
+    def shell_of(self, resolution_angst: float) -> float:
+        """Band, 1 / box, of a resolution."""
+        return self.grid.binned_box_size * self.grid.binned_pixel_size_angst / resolution_angst
+
+
+def prepare_job(settings: AlignSettings | AverageSettings) -> Job:
+    """Reads list, headers, mask and half-sets; refuses what cannot work.
+
+    Raises
+    ------
+    GlocalError
+        One line that says what is wrong.
+    """
+    warnings: list[str] = []
+    particles = read_particles(Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, premultiplied=settings.premultiplied)
+    half, notes = assign_half_sets(particles, settings.split, settings.seed)
+    warnings += notes
+    particles = particles.with_half(half)
+    if settings.subset is not None:
+        rows = np.sort(np.concatenate([np.flatnonzero(half == h)[: settings.subset] for h in (1, 2)]))
+        particles = particles.take(rows)
+    box = particles.box_size
+    try:
+        binned = binned_box_size(box, settings.binning)
+    except ValueError as problem:
+        raise SettingsError(f"--binning: {problem}") from None
+    grid = Grid(box, binned, particles.pixel_size_angst)
+    mask, mask_name, particle_mask, diameter, source = _masks(settings, grid)
+    tilt_range = None
+    if any(path is None for path in particles.weight_paths):
+        if settings.tilt_range_deg is not None:
+            tilt_range = TiltRange(*settings.tilt_range_deg, settings.tilt_axis, settings.flip_tilt)
+        else:
+            warnings.append("the list names no wedge or CTF volume and no --tilt-range is given: all of Fourier space is taken as measured")
+    elif settings.tilt_range_deg is not None:
+        warnings.append("--tilt-range is not used: every particle of the list names its own wedge or CTF volume")
+    reader = ParticleReader(grid, particle_mask, settings.normalise, settings.invert_contrast, tilt_range)
+    size_angst = binned * grid.binned_pixel_size_angst
+    k_limit = float(max_band(binned))
+    k_min = 0.0
+    if isinstance(settings, AlignSettings):
+        if settings.lowpass_angst is not None:
+            k_limit = min(k_limit, size_angst / settings.lowpass_angst)
+        if settings.highpass_angst is not None:
+            k_min = size_angst / settings.highpass_angst
+        if k_limit < max(3.0, k_min + 2.0):
+            raise SettingsError(
+                f"the band {'' if settings.highpass_angst is None else f'{settings.highpass_angst:g} A '}to {size_angst / k_limit:.1f} A leaves nothing to align"
+                f" in a box of {size_angst:.0f} A"
+            )
+        if settings.score == "flcf" and settings.mask is not None:
+            raise SettingsError("--score flcf with a --mask file is not supported yet; expected --score ml or ncc, or a spherical mask")
+    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, warnings)
+
+
+def _masks(settings: AlignSettings | AverageSettings, grid: Grid) -> tuple[NDArray[np.float32], str, ParticleMask, float, str]:
+    """Mask of the reference, its name, the particles' sphere, the diameter and where it came from."""
+    n, pixel = grid.binned_box_size, grid.binned_pixel_size_angst
+    box_angst = n * pixel
+    diameter, source = settings.particle_diameter_angst, "--particle-diameter"
+    if diameter is not None and diameter > box_angst * math.sqrt(3.0):
+        raise SettingsError(f"--particle-diameter {diameter:g} A does not fit the box of {box_angst:.0f} A")
+    if settings.mask is not None:
+        volume = read_volume(Path(settings.mask))
+        mask = check_mask(volume.data, grid.box_size, settings.mask)
+        mask = np.clip(fourier_crop(mask, n), 0.0, 1.0)
+        zyx = np.indices(mask.shape) - n // 2
+        radius = float(np.sqrt((zyx**2).sum(0))[mask > 0.5].max(initial=1.0))
+        if diameter is None:
+            diameter, source = 2.0 * radius * pixel, "the mask"
+        # the particles' own sphere must hold the mask with room for the shifts
+        return mask, settings.mask, ParticleMask(max(radius + 2.0, 0.5 * diameter / pixel), settings.soft_edge_voxels), diameter, source
+    if diameter is None:
+        diameter, source = _DEFAULT_DIAMETER_OF_BOX * box_angst, f"{_DEFAULT_DIAMETER_OF_BOX} of the box"
+    radius = 0.5 * diameter / pixel
+    sphere = ParticleMask(radius, settings.soft_edge_voxels)
+    return spherical_mask(n, radius, settings.soft_edge_voxels), f"sphere of {diameter:.0f} A", sphere, diameter, source
+
+
+def start_map(job: Job, path: str, lowpass_angst: float) -> NDArray[np.float32]:
+    """The start map on the worked grid, low-passed.
+
+    Raises
+    ------
+    VolumeError
+        Another box, or nothing in it.
+    """
+    from .filters import lowpass
+
+    volume = read_volume(Path(path))
+    if volume.box_size != job.grid.box_size:
+        raise VolumeError(f"{path}: its box is {volume.box_size}, expected {job.grid.box_size} as the particles")
+    if not np.isfinite(volume.data).all() or float(np.ptp(volume.data)) == 0.0:
+        raise VolumeError(f"{path}: expected a map, found values that are constant or not finite")
+    pixel = volume.pixel_size_angst
+    if np.isfinite(pixel) and abs(pixel / job.grid.pixel_size_angst - 1.0) > 0.02:
+        job.warnings.append(f"{path}: its header says {pixel:g} A, the particles have {job.grid.pixel_size_angst:g} A; the map is used as it is")
+    return lowpass(fourier_crop(volume.data, job.grid.binned_box_size), job.grid.binned_pixel_size_angst, lowpass_angst)
+
+
+def make_chunks(particles: ParticleSet, anchors_angst: NDArray[np.float64], half: int, largest: int = 128) -> list[Chunk]:
+    """Chunks of one half-set: a function of the list and the box alone, so that no result depends on workers or their speed."""
+    rows = np.flatnonzero(particles.half == half).astype(np.int64)
+    size = int(min(largest, max(8, math.ceil(len(rows) / 8))))
+    chunks = []
+    for first in range(0, len(rows), size):
+        part = rows[first : first + size]
+        chunks.append(
+            Chunk(
+                half,
+                part,
+                tuple(particles.names[i] for i in part),
+                tuple(particles.volume_paths[i] for i in part),
+                tuple(particles.weight_paths[i] for i in part),
+                particles.poses.rotations[part],
+                particles.poses.shifts_angst[part],
+                anchors_angst[part],
+            )
+        )
+    return chunks

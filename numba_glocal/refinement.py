@@ -1,0 +1,541 @@
+"""The GLocal loop: average -> FSC -> filter -> sample -> align -> record. It takes an executor; nothing here knows of GPUs or Numba.
+
+The two half-sets meet in two places only: the FSC, and the six parameters of the frame they share.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .alignment import ChunkResult, SearchPlan, angular_resolution_deg, shift_step_angst
+from .averaging import merge, move_frame, reconstruct, relative_motion
+from .backends.protocols import WeightedSum
+from .errors import GlocalError, SettingsError
+from .execution.executors import gather_in_order
+from .execution.tasks import AlignTask, ReferenceFile, SumResult, SumTask, run_task, write_reference
+from .geometry import angle_between_deg
+from .job import Job, make_chunks, start_map
+from .noise import NoiseModel, ResidualPower, fit_noise
+from .resolution import Crossing, find_crossing, half_map_fsc
+from .results import RunFolder, RunState, finite_or_none
+from .settings import AlignSettings, AverageSettings
+from .values import FSCCurve, Poses
+
+_log = logging.getLogger("numba_glocal")
+
+HALVES = (1, 2)
+_SCALE_PARTICLES = 64
+_FRAME_BAND = 12.0
+_REFITS = 2
+_SUM_CHUNK = 512
+_SMALL_MOTION_VOXELS = 0.02
+
+
+class Advance(Protocol):
+    """A running stage that is told of progress."""
+
+    def advance(self, count: int = 1) -> None:
+        """`count` more particles are done."""
+
+
+Stage = Callable[[str, int], AbstractContextManager[Advance]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run reached.
+
+    Attributes
+    ----------
+    fsc : FSCCurve
+    crossing : Crossing
+        Of the corrected curve at the run's criterion.
+    bad : dict of row to reason
+    half_counts : (int, int)
+        Particles in each average.
+    """
+
+    fsc: FSCCurve
+    crossing: Crossing
+    bad: dict[int, str]
+    half_counts: tuple[int, int]
+
+
+class Refinement:
+    """One run of the loop.
+
+    Parameters
+    ----------
+    job : Job
+    executor : Executor
+    folder : RunFolder
+    stage : callable
+        ``stage(title, particles)`` makes a progress display.
+    """
+
+    def __init__(self, job: Job, executor: Executor, folder: RunFolder, stage: Stage) -> None:
+        self.job, self.executor, self.folder, self.stage = job, executor, folder, stage
+        self._anchors = job.particles.poses.shifts_angst.copy()
+        self._bad: dict[int, str] = {}
+
+    # -- running tasks -----------------------------------------------------------------------------------------------
+
+    def _results(self, title: str, tasks: list[Any]) -> Iterable[tuple[Any, Any]]:
+        """Pairs of task and result, in task order."""
+        total = sum(len(task.chunk) for task in tasks)
+        begun = time.perf_counter()
+        with self.stage(title, total) as running:
+            results = gather_in_order(self.executor, run_task, tasks, progress=lambda task, result: running.advance(len(task.chunk)))
+            for task, result in zip(tasks, results, strict=True):
+                self._note_bad(task, result.bad)
+                yield task, result
+        self.folder.event("stage", title=title, particles=total, seconds=round(time.perf_counter() - begun, 3))
+
+    def _note_bad(self, task: Any, bad: list[tuple[int, str]]) -> None:
+        for index, reason in bad:
+            row = int(task.chunk.rows[index])
+            if row not in self._bad:
+                self._bad[row] = reason
+                _log.warning("particle %s is left out: %s", task.chunk.names[index], reason)
+                self.folder.event("bad_particle", name=task.chunk.names[index], reason=reason)
+        if len(self._bad) > self.job.max_bad:
+            shown = "; ".join(f"{self.job.particles.names[row]}: {reason}" for row, reason in list(self._bad.items())[:3])
+            raise GlocalError(f"{len(self._bad)} particles cannot be used, at most {self.job.max_bad} are tolerated (--max-bad): {shown}")
+
+    def _align(
+        self, title: str, state: RunState, references: dict[int, ReferenceFile], noise: dict[int, NoiseModel], k_max: float, plan: SearchPlan | None, refine: bool
+    ) -> _Aligned:
+        """One pass of align tasks over both halves."""
+        settings = self.job.settings
+        assert isinstance(settings, AlignSettings)
+        particles = self.job.particles.with_poses(state.poses)
+        tasks = [
+            AlignTask(
+                chunk,
+                self.job.reader,
+                references[half],
+                self.job.particle_mask,
+                noise[half],
+                settings.score,
+                self.job.k_min,
+                k_max,
+                math.inf if settings.max_shift_angst is None else settings.max_shift_angst,
+                plan,
+                self.job.radius_voxels,
+                refine,
+            )
+            for half in HALVES
+            for chunk in make_chunks(particles, self._anchors, half)
+        ]
+        aligned = _Aligned(state, self.job.grid.binned_box_size // 2 + 1)
+        for task, result in self._results(title, tasks):
+            aligned.take(task, result)
+        return aligned
+
+    def _sums(self, title: str, poses: Poses, noise: dict[int, NoiseModel]) -> dict[int, WeightedSum]:
+        """Sums of both halves at given poses."""
+        particles = self.job.particles.with_poses(poses)
+        tasks = [
+            SumTask(chunk, self.job.reader, noise[half]) for half in HALVES for chunk in make_chunks(particles, self._anchors, half, _SUM_CHUNK)
+        ]
+        totals: dict[int, WeightedSum] = {}
+        for task, result in self._results(title, tasks):
+            assert isinstance(result, SumResult)
+            half = task.chunk.half
+            totals[half] = merge([totals[half], result.sums]) if half in totals else merge([result.sums])
+        for half, total in totals.items():
+            if total.n_particles < 2:
+                raise GlocalError(f"half-set {half} has {total.n_particles} usable particles; expected at least 2")
+        return totals
+
+    # -- the start ---------------------------------------------------------------------------------------------------
+
+    def _flat_noise(self) -> dict[int, NoiseModel]:
+        return {half: NoiseModel(np.ones(self.job.grid.binned_box_size // 2 + 1)) for half in HALVES}
+
+    def _fit_noise(self, residuals: dict[int, ResidualPower], k_max: float) -> dict[int, NoiseModel]:
+        """Noise of each half from its own residuals."""
+        return {half: fit_noise(residuals[half], min(3, int(k_max)), int(k_max)) for half in HALVES}
+
+    def _start(self) -> RunState:
+        """Poses of the list, start references in ``iter_000``."""
+        job, settings = self.job, self.job.settings
+        assert isinstance(settings, AlignSettings)
+        count = len(job.particles)
+        nothing = np.full(count, np.nan)
+        shift_range = settings.shift_range_angst if settings.shift_range_angst is not None else 0.15 * job.diameter_angst
+        if settings.max_shift_angst is not None:
+            shift_range = min(shift_range, settings.max_shift_angst)
+        k_max = min(job.k_limit, max(3.0, float(int(job.shell_of(settings.initial_lowpass_angst)))))
+        state = RunState(
+            0,
+            job.particles.poses,
+            k_max,
+            settings.angle_increment_deg,
+            shift_range,
+            nothing,
+            nothing.copy(),
+            nothing.copy(),
+            nothing.copy(),
+            {},
+            [],
+        )
+        folder = self.folder.iteration_folder(0)
+        folder.mkdir(parents=True, exist_ok=True)
+        if settings.reference is not None:
+            reference = start_map(job, settings.reference, settings.initial_lowpass_angst)
+            masked = self._masked(reference)
+            if not np.any(masked):
+                raise SettingsError(f"{settings.reference}: nothing is left of it under the mask and low-pass")
+            files = {half: write_reference(folder / f"reference{half}.npy", masked) for half in HALVES}
+            state = replace_state(state, scale=self._start_scale(state, files))
+            for half in HALVES:
+                write_reference(folder / f"reference{half}.npy", masked * np.float32(state.scale))
+        else:
+            sums = self._sums("start averages", state.poses, self._flat_noise())
+            half_maps = self._half_maps(sums)
+            fsc = self._fsc(half_maps)
+            self._write_references(folder, sums, fsc)
+            self.folder.write_maps(folder, half_maps, fsc, settings.fsc_criterion)
+            state = replace_state(state, k_max=self._next_band(state.k_max, fsc, ceiling=k_max))
+        return state
+
+    def _start_scale(self, state: RunState, files: dict[int, ReferenceFile]) -> float:
+        """Grey units of the particles over those of the start map, from a search of some particles; refuses inverted contrast.
+
+        The same particles are also compared with the negative of the map: where that matches clearly better, the contrast is wrong.
+        """
+        job, settings = self.job, self.job.settings
+        assert isinstance(settings, AlignSettings)
+        scored = {}
+        rows = {half: np.flatnonzero(job.particles.half == half)[:_SCALE_PARTICLES] for half in HALVES}
+        some = job.particles.take(np.sort(np.concatenate(list(rows.values()))))
+        chunks = [(half, chunk) for half in HALVES for chunk in make_chunks(some, some.poses.shifts_angst, half)]
+        plan = SearchPlan(state.increment_deg, settings.angle_shells, state.shift_range_angst, state.k_max)
+
+        def tasks(sign: float, noise: dict[int, NoiseModel], used_plan: SearchPlan | None) -> list[AlignTask]:
+            limit = math.inf if settings.max_shift_angst is None else settings.max_shift_angst
+            return [
+                AlignTask(
+                    chunk,
+                    job.reader,
+                    replace(files[half], scale=sign),
+                    job.particle_mask,
+                    noise[half],
+                    "ncc",
+                    job.k_min,
+                    state.k_max,
+                    limit,
+                    used_plan,
+                    job.radius_voxels,
+                    used_plan is not None,
+                )
+                for half, chunk in chunks
+            ]
+
+        power = {half: ResidualPower.empty(job.grid.binned_box_size // 2 + 1) for half in HALVES}
+        # with a vanishing reference the residual is the whole power: a first guess of the noise
+        for task, result in self._subset_results("first look at the noise", tasks(1e-12, self._flat_noise(), None)):
+            power[task.chunk.half] += result.residuals
+        noise = self._fit_noise(power, state.k_max)
+        numerator = denominator = 0.0
+        for sign in (1.0, -1.0):
+            values = []
+            for _, result in self._subset_results("grey scale of the start map", tasks(sign, noise, plan)):
+                good = np.isfinite(result.estimates.scores)
+                values.append(result.estimates.scores[good])
+                if sign > 0:
+                    numerator += float(result.estimates.numerator[good].sum())
+                    denominator += float(result.estimates.denominator[good].sum())
+            scored[sign] = np.concatenate(values)
+        difference = scored[1.0] - scored[-1.0]
+        spread = float(difference.std()) / math.sqrt(max(len(difference), 1))
+        if difference.mean() < -3.0 * max(spread, 1e-12):
+            raise SettingsError(
+                f"{settings.reference}: the particles match its negative better (mean correlation {scored[-1.0].mean():.3f} against"
+                f" {scored[1.0].mean():.3f}): the contrast is inverted; use {'no ' if settings.invert_contrast else ''}--invert-contrast"
+            )
+        scale = numerator / max(denominator, 1e-30)
+        if not scale > 0:
+            raise SettingsError(f"{settings.reference}: no particle matches it; is it the right map, at the right pixel size?")
+        _log.info("grey scale of the start map %.4g (correlation %.3f; its negative %.3f)", scale, scored[1.0].mean(), scored[-1.0].mean())
+        return scale
+
+    def _subset_results(self, title: str, tasks: list[AlignTask]) -> Iterable[tuple[AlignTask, ChunkResult]]:
+        """As `_results`, for particles taken out of their set: bad ones are noted when the whole set is read."""
+        with self.stage(title, sum(len(task.chunk) for task in tasks)) as running:
+            results = gather_in_order(self.executor, run_task, tasks, progress=lambda task, result: running.advance(len(task.chunk)))
+            yield from zip(tasks, results, strict=True)
+
+    # -- maps --------------------------------------------------------------------------------------------------------
+
+    def _masked(self, volume: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Under the mask, zero mean there."""
+        mask = self.job.mask
+        weight = float(mask.sum(dtype=np.float64))
+        mean = float((volume * mask).sum(dtype=np.float64)) / weight
+        return ((volume - np.float32(mean)) * mask).astype(np.float32)
+
+    def _half_maps(self, sums: dict[int, WeightedSum]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        n = self.job.grid.binned_box_size
+        return reconstruct(sums[1], n), reconstruct(sums[2], n)
+
+    def _fsc(self, half_maps: tuple[NDArray[np.float32], NDArray[np.float32]]) -> FSCCurve:
+        return half_map_fsc(*half_maps, self.job.grid.binned_pixel_size_angst, self.job.mask, self.job.mask_name)
+
+    def _write_references(self, folder: Path, sums: dict[int, WeightedSum], fsc: FSCCurve) -> None:
+        """References of the next iteration: posterior means with the signal-to-noise ratio of the corrected FSC, each from its own half."""
+        crossing = self._crossing(fsc)
+        value = np.clip(fsc.corrected, 1e-3, 0.999)
+        value[crossing.shell + 1 if crossing.crossed else len(value) :] = 1e-3
+        value[0] = value[1]
+        ratio = value / (1.0 - value)
+        for half in HALVES:
+            write_reference(folder / f"reference{half}.npy", self._masked(reconstruct(sums[half], self.job.grid.binned_box_size, ratio)))
+
+    def _crossing(self, fsc: FSCCurve) -> Crossing:
+        return find_crossing(fsc.corrected, fsc.box_size, fsc.pixel_size_angst, self.job.settings.fsc_criterion)
+
+    def _next_band(self, k_max: float, fsc: FSCCurve, ceiling: float = math.inf) -> float:
+        """A little beyond the resolution reached, never back: what lies beyond it is weighted down by the filter."""
+        return min(self.job.k_limit, ceiling, max(k_max, float(self._crossing(fsc).shell + 3)))
+
+    def _references(self, iteration: int) -> dict[int, ReferenceFile]:
+        """Reference files that an iteration left."""
+        from .execution.tasks import array_digest
+
+        folder = self.folder.iteration_folder(iteration)
+        return {
+            half: ReferenceFile(folder / f"reference{half}.npy", array_digest(np.load(folder / f"reference{half}.npy"))) for half in HALVES
+        }
+
+    def _one_frame(self, poses: Poses, noise: dict[int, NoiseModel]) -> tuple[Poses, dict[int, WeightedSum], tuple[float, float]]:
+        """Averages in a common frame: each half gives way by half of their relative motion."""
+        n, pixel = self.job.grid.binned_box_size, self.job.grid.binned_pixel_size_angst
+        sums = self._sums("averages", poses, noise)
+        half_maps = self._half_maps(sums)
+        rotvec, shift_voxels = relative_motion(*half_maps, self.job.mask, min(_FRAME_BAND, self.job.k_limit))
+        angle_deg, distance = float(np.rad2deg(np.linalg.norm(rotvec))), float(np.linalg.norm(shift_voxels))
+        apart = angle_deg, distance * pixel
+        if angle_deg > 15.0 or distance > 0.15 * n:
+            _log.warning("the halves' relative motion (%.1f degrees, %.1f A) is not believed", *apart)
+            return poses, sums, apart
+        if np.linalg.norm(rotvec) * self.job.radius_voxels + distance < _SMALL_MOTION_VOXELS:
+            return poses, sums, apart
+        rotations, shifts = poses.rotations.copy(), poses.shifts_angst.copy()
+        for half, share in ((1, -0.5), (2, 0.5)):
+            rows = np.flatnonzero(self.job.particles.half == half)
+            moved = move_frame(poses.take(rows), rotvec, shift_voxels * pixel, share)
+            rotations[rows], shifts[rows] = moved.rotations, moved.shifts_angst
+        poses = Poses(rotations, shifts)
+        return poses, self._sums("averages, one frame", poses, noise), apart
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self, resume: bool = False) -> RunResult:
+        """Iterates from the start, or from the last finished iteration."""
+        settings = self.job.settings
+        assert isinstance(settings, AlignSettings)
+        state = self.folder.last_state() if resume else None
+        if state is None:
+            with_start = self.folder.path / "start.npz"
+            np.savez(with_start, rotations=self.job.particles.poses.rotations, shifts_angst=self.job.particles.poses.shifts_angst)
+            state = self._start()
+        else:
+            self._bad = dict(state.bad)
+            _log.info("resuming after iteration %d", state.iteration)
+        result = None
+        while state.iteration < settings.iterations:
+            state, result = self._iterate(state)
+        if result is None:
+            raise SettingsError(f"{self.folder.path} already has {state.iteration} finished iterations; expected more --iterations to go on")
+        return result
+
+    def _iterate(self, state: RunState) -> tuple[RunState, RunResult]:
+        settings = self.job.settings
+        assert isinstance(settings, AlignSettings)
+        number = state.iteration + 1
+        begun = time.perf_counter()
+        name = f"iteration {number}"
+        references = self._references(state.iteration)
+        before = state.poses
+        # noise at the poses as they are, then search, then noise at the poses found and, in the first iterations, once more
+        looked = self._align(f"{name}: noise", state, references, self._flat_noise(), state.k_max, None, False)
+        noise = self._fit_noise(looked.residuals, state.k_max)
+        plan = SearchPlan(state.increment_deg, settings.angle_shells, state.shift_range_angst, state.k_max)
+        aligned = self._align(f"{name}: align", state, references, noise, state.k_max, plan, True)
+        noise = self._fit_noise(aligned.residuals, state.k_max)
+        if number <= _REFITS:
+            aligned = self._align(f"{name}: refine", aligned.state, references, noise, state.k_max, None, True)
+            noise = self._fit_noise(aligned.residuals, state.k_max)
+        poses, sums, apart = self._one_frame(aligned.state.poses, noise)
+        half_maps = self._half_maps(sums)
+        fsc = self._fsc(half_maps)
+        crossing = self._crossing(fsc)
+        good = np.isfinite(aligned.state.scores)
+        angle_change = angle_between_deg(before.rotations, poses.rotations)[good]
+        shift_change = np.linalg.norm(before.shifts_angst - poses.shifts_angst, axis=1)[good]
+        folder = self.folder.iteration_folder(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._write_references(folder, sums, fsc)
+        self.folder.write_maps(folder, half_maps, fsc, settings.fsc_criterion)
+        record = {
+            "number": number,
+            "resolution_angst": finite_or_none(crossing.resolution_angst),
+            "increment_deg": state.increment_deg,
+            "band_angst": self.job.grid.binned_box_size * self.job.grid.binned_pixel_size_angst / state.k_max,
+            "angle_change_deg": float(np.median(angle_change)),
+            "shift_change_angst": float(np.median(shift_change)),
+            "seconds": time.perf_counter() - begun,
+        }
+        next_state = replace_state(
+            aligned.state,
+            iteration=number,
+            poses=poses,
+            k_max=self._next_band(state.k_max, fsc),
+            history=[*state.history, record],
+            bad=dict(self._bad),
+            scale=state.scale,
+        )
+        if settings.adaptive:
+            self._adapt(next_state, angle_change, shift_change)
+        self.folder.write_particles(folder, self.job.particles, next_state)
+        self.folder.write_state(next_state)
+        self.folder.event(
+            "iteration",
+            **record,
+            noise={h: (noise[h].gamma, noise[h].epsilon) for h in HALVES},
+            halves_apart=apart,
+            randomised_from=fsc.randomised_from_shell,
+        )
+        _log.info(
+            "iteration %d: resolution %.1f A, band %.1f A, median change %.2f degrees %.2f A, halves were %.2f degrees %.2f A apart, noise exponent %s, %.1f s",
+            number,
+            crossing.resolution_angst,
+            record["band_angst"],
+            record["angle_change_deg"],
+            record["shift_change_angst"],
+            *apart,
+            "/".join(f"{noise[h].gamma:g}" for h in HALVES),
+            record["seconds"],
+        )
+        return next_state, RunResult(fsc, crossing, dict(self._bad), (sums[1].n_particles, sums[2].n_particles))
+
+    def _adapt(self, state: RunState, angle_change_deg: NDArray[np.float64], shift_change_angst: NDArray[np.float64]) -> None:
+        """Smaller steps and ranges as the poses settle, by what they still moved; never finer than the band can tell."""
+        settings = self.job.settings
+        assert isinstance(settings, AlignSettings)
+        grid = self.job.grid
+        finest = angular_resolution_deg(state.k_max, grid.binned_box_size, self.job.radius_voxels)
+        moved = float(np.percentile(angle_change_deg, 90)) * 2.0 / max(settings.angle_shells, 1)
+        state.increment_deg = float(min(state.increment_deg, max(finest, moved)))
+        least = 2.0 * shift_step_angst(state.k_max, grid.binned_box_size, grid.binned_pixel_size_angst)
+        state.shift_range_angst = float(min(state.shift_range_angst, max(least, 2.0 * float(np.percentile(shift_change_angst, 90)))))
+
+    def finish(self, result: RunResult) -> RunState:
+        """Writes the results at the top of the folder."""
+        from .io import read_volume
+
+        state = self.folder.last_state()
+        assert state is not None
+        folder = self.folder.iteration_folder(state.iteration)
+        half_maps = read_volume(folder / "half1.mrc").data, read_volume(folder / "half2.mrc").data
+        self.folder.write_final(self.job.particles, state, half_maps, result.fsc, self.job.mask, self.job.settings.fsc_criterion)
+        return state
+
+
+class _Aligned:
+    """Results of one pass over both halves, put back in the list's order."""
+
+    def __init__(self, state: RunState, n_shells: int) -> None:
+        self.state = replace_state(
+            state,
+            poses=Poses(state.poses.rotations.copy(), state.poses.shifts_angst.copy()),
+            scores=state.scores.copy(),
+            angle_sigma_deg=state.angle_sigma_deg.copy(),
+            shift_sigma_angst=state.shift_sigma_angst.copy(),
+            log_likelihood=state.log_likelihood.copy(),
+        )
+        self.residuals = {half: ResidualPower.empty(n_shells) for half in HALVES}
+
+    def take(self, task: AlignTask, result: ChunkResult) -> None:
+        """Adds one chunk's result."""
+        rows, state = task.chunk.rows, self.state
+        state.poses.rotations[rows] = result.rotations
+        state.poses.shifts_angst[rows] = result.shifts_angst
+        self.residuals[task.chunk.half] = self.residuals[task.chunk.half] + result.residuals
+        if result.estimates is not None:
+            estimates = result.estimates
+            unusable = ~np.isfinite(estimates.scores)
+            state.scores[rows] = np.where(unusable, np.nan, estimates.scores)
+            state.log_likelihood[rows] = np.where(unusable, np.nan, estimates.log_likelihood)
+            # root mean square over the three axes
+            variance = np.maximum(np.diagonal(estimates.covariances, axis1=1, axis2=2), 0.0)
+            state.angle_sigma_deg[rows] = np.rad2deg(np.sqrt(variance[:, :3].mean(1)))
+            state.shift_sigma_angst[rows] = np.sqrt(variance[:, 3:].mean(1))
+
+
+def replace_state(state: RunState, **changes: Any) -> RunState:
+    """A copy with some fields changed."""
+    return replace(state, **changes)
+
+
+def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage) -> RunResult:
+    """`average`: half-maps from the poses as they are.
+
+    With noise weighting the noise form is fitted from residuals against each half's own first average.
+    """
+    settings = job.settings
+    assert isinstance(settings, AverageSettings)
+    loop = Refinement(job, executor, folder, stage)
+    n = job.grid.binned_box_size
+    count = len(job.particles)
+    noise = loop._flat_noise()
+    if settings.weighting == "ctf":
+        if job.particles.premultiplied:  # the classical sums of premultiplied data are X over C
+            noise = {half: NoiseModel(np.ones(n // 2 + 1), 1.0, 1e-4) for half in HALVES}
+        sums = loop._sums("averages", job.particles.poses, noise)
+    else:
+        sums = loop._sums("first averages", job.particles.poses, noise)
+        fsc = loop._fsc(loop._half_maps(sums))
+        iteration = folder.iteration_folder(0)
+        iteration.mkdir(parents=True, exist_ok=True)
+        loop._write_references(iteration, sums, fsc)
+        noise = _average_noise(loop, fsc)
+        sums = loop._sums("averages", job.particles.poses, noise)
+    half_maps = loop._half_maps(sums)
+    fsc = loop._fsc(half_maps)
+    nothing = np.full(count, np.nan)
+    state = RunState(0, job.particles.poses, 0.0, 0.0, 0.0, nothing, nothing, nothing, nothing, dict(loop._bad), [])
+    folder.write_maps(folder.path, half_maps, fsc, settings.fsc_criterion)
+    folder.write_final(job.particles, state, half_maps, fsc, job.mask, settings.fsc_criterion)
+    return RunResult(fsc, loop._crossing(fsc), dict(loop._bad), (sums[1].n_particles, sums[2].n_particles))
+
+
+def _average_noise(loop: Refinement, fsc: FSCCurve) -> dict[int, NoiseModel]:
+    """Noise of each half at the poses as they are, against its own average."""
+    job = loop.job
+    references = loop._references(0)
+    k_max = min(job.k_limit, float(max(3, loop._crossing(fsc).shell + 1)))
+    residuals = {half: ResidualPower.empty(job.grid.binned_box_size // 2 + 1) for half in HALVES}
+    tasks = [
+        AlignTask(
+            chunk, job.reader, references[half], job.particle_mask, loop._flat_noise()[half], "ml", 0.0, k_max, math.inf, None, job.radius_voxels, False
+        )
+        for half in HALVES
+        for chunk in make_chunks(job.particles, job.particles.poses.shifts_angst, half)
+    ]
+    for task, result in loop._results("noise", tasks):
+        residuals[task.chunk.half] = residuals[task.chunk.half] + result.residuals
+    return loop._fit_noise(residuals, k_max)

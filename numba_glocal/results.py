@@ -1,0 +1,306 @@
+"""The run folder: what is in it, how it is written, how a run is resumed and reported from it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import __version__
+from .errors import InputError, SettingsError
+from .filters import filter_average
+from .geometry import angle_between_deg
+from .io import read_volume, write_particles, write_volume
+from .io.fsc_star import read_fsc_star, write_fsc_star
+from .io.paths import whole_file
+from .report import IterationSummary, ReportData, WorkerSummary
+from .settings import AlignSettings, AverageSettings, read_job_file, settings_to_toml
+from .values import FSCCurve, ParticleSet, Poses, Volume
+
+FILES = {
+    "particles.star": "poses, half-sets, scores and uncertainties; columns of the input kept",
+    "half1.mrc": "half-map 1, unfiltered",
+    "half2.mrc": "half-map 2, unfiltered",
+    "average.mrc": "mean of the half-maps, unfiltered",
+    "average_filtered.mrc": "average, weighted by the FSC and cut at the resolution",
+    "mask.mrc": "mask of the FSC",
+    "fsc.star": "FSC curves",
+    "report.html": "this report",
+    "job.toml": "every option of the run",
+    "provenance.json": "versions, machine, command",
+    "log.txt": "what happened",
+    "events.jsonl": "the same for programs, a line each",
+}
+
+
+@dataclass(slots=True)
+class RunState:
+    """What an iteration hands to the next one; stored with it, so that a resumed run goes on as if it had never stopped.
+
+    Attributes
+    ----------
+    iteration : int
+        Last finished one.
+    poses : Poses
+    k_max : float
+        Band of the next iteration, 1 / box.
+    increment_deg, shift_range_angst : float
+        First level of the next iteration's search.
+    scores, angle_sigma_deg, shift_sigma_angst, log_likelihood : (n,) float64
+        Per particle; NaN for unusable ones.
+    bad : dict of row to reason
+    history : list of dict
+        One record per iteration, as shown.
+    scale : float
+        Factor of the start map.
+    """
+
+    iteration: int
+    poses: Poses
+    k_max: float
+    increment_deg: float
+    shift_range_angst: float
+    scores: NDArray[np.float64]
+    angle_sigma_deg: NDArray[np.float64]
+    shift_sigma_angst: NDArray[np.float64]
+    log_likelihood: NDArray[np.float64]
+    bad: dict[int, str]
+    history: list[dict[str, Any]]
+    scale: float = 1.0
+
+
+class RunFolder:
+    """One run's files. Each appears whole or not at all.
+
+    Parameters
+    ----------
+    path : Path
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def create(self, settings: AlignSettings | AverageSettings, inputs: list[Path]) -> None:
+        """Makes the folder and writes the job.
+
+        Raises
+        ------
+        SettingsError
+            The folder holds another run, or is (in) the way of an input.
+        """
+        for given in inputs:
+            if given.resolve() == self.path.resolve():
+                raise SettingsError(f"--output {self.path} is an input of this run; expected another folder")
+        if self.path.exists() and not self.path.is_dir():
+            raise SettingsError(f"--output {self.path}: expected a folder, found a file")
+        if self.path.exists() and any(self.path.iterdir()):
+            hint = "; --resume goes on with it" if (self.path / "job.toml").exists() else ""
+            raise SettingsError(f"--output {self.path} is not empty; expected a new folder{hint}")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise InputError(f"--output {self.path}: cannot be made ({problem.strerror})") from None
+        self.write_text("job.toml", settings_to_toml(settings))
+
+    def write_text(self, name: str, text: str) -> None:
+        """Writes a small file."""
+        with whole_file(self.path / name) as handle:
+            handle.write(text.encode())
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Writes a JSON file."""
+        self.write_text(name, json.dumps(value, indent=1, sort_keys=True, default=_plain) + "\n")
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Appends a line to ``events.jsonl``."""
+        line = json.dumps({"time": round(time.time(), 3), "event": kind, **facts}, default=_plain)
+        with open(self.path / "events.jsonl", "a", encoding="utf-8") as handle:
+            handle.write(line + "\n")
+
+    def iteration_folder(self, iteration: int) -> Path:
+        """``iter_001`` and so on."""
+        return self.path / f"iter_{iteration:03d}"
+
+    def write_provenance(self, wall_seconds: float | None = None, **more: Any) -> None:
+        """Versions, machine and command."""
+        packages = {}
+        for name in ("numpy", "numba", "scipy", "pyfftw", "mrcfile", "click"):
+            try:
+                packages[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                packages[name] = "?"
+        self.write_json(
+            "provenance.json",
+            {
+                "program": f"numba-glocal {__version__}",
+                "command": " ".join(sys.argv),
+                "python": platform.python_version(),
+                "system": platform.platform(),
+                "cores": os.cpu_count(),
+                "packages": packages,
+                "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+                "wall_seconds": wall_seconds,
+                **more,
+            },
+        )
+
+    # -- iterations --------------------------------------------------------------------------------------------------
+
+    def write_maps(self, folder: Path, half_maps: tuple[NDArray[np.float32], NDArray[np.float32]], fsc: FSCCurve, criterion: float) -> None:
+        """Half-maps and FSC of an iteration or of the run."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, half_map in enumerate(half_maps, 1):
+            write_volume(folder / f"half{number}.mrc", Volume(half_map, fsc.pixel_size_angst))
+        write_fsc_star(folder / "fsc.star", fsc, criterion)
+
+    def write_particles(self, folder: Path, particles: ParticleSet, state: RunState) -> None:
+        """The list with new poses, scores and uncertainties."""
+        columns = {
+            "ngScore": state.scores,
+            "ngAngleSigmaDeg": state.angle_sigma_deg,
+            "ngShiftSigmaAngst": state.shift_sigma_angst,
+            "rlnLogLikeliContribution": state.log_likelihood,
+        }
+        write_particles(folder / "particles.star", particles.with_poses(state.poses), {k: np.nan_to_num(v, nan=0.0) for k, v in columns.items()})
+
+    def write_state(self, state: RunState) -> None:
+        """The last file of an iteration: with it the iteration is finished."""
+        folder = self.iteration_folder(state.iteration)
+        folder.mkdir(parents=True, exist_ok=True)
+        with whole_file(folder / "state.npz") as handle:
+            np.savez(
+                handle,
+                rotations=state.poses.rotations,
+                shifts_angst=state.poses.shifts_angst,
+                scores=state.scores,
+                angle_sigma_deg=state.angle_sigma_deg,
+                shift_sigma_angst=state.shift_sigma_angst,
+                log_likelihood=state.log_likelihood,
+                facts=np.array(
+                    json.dumps(
+                        {
+                            "iteration": state.iteration,
+                            "k_max": state.k_max,
+                            "increment_deg": state.increment_deg,
+                            "shift_range_angst": state.shift_range_angst,
+                            "bad": {str(k): v for k, v in state.bad.items()},
+                            "history": state.history,
+                            "scale": state.scale,
+                        },
+                        default=_plain,
+                    )
+                ),
+            )
+
+    def last_state(self) -> RunState | None:
+        """State after the last finished iteration; None when none is."""
+        found = sorted(self.path.glob("iter_*/state.npz"))
+        if not found:
+            return None
+        with np.load(found[-1]) as stored:
+            facts = json.loads(str(stored["facts"]))
+            return RunState(
+                facts["iteration"],
+                Poses(stored["rotations"], stored["shifts_angst"]),
+                facts["k_max"],
+                facts["increment_deg"],
+                facts["shift_range_angst"],
+                stored["scores"],
+                stored["angle_sigma_deg"],
+                stored["shift_sigma_angst"],
+                stored["log_likelihood"],
+                {int(k): v for k, v in facts["bad"].items()},
+                facts["history"],
+                facts["scale"],
+            )
+
+    def write_final(
+        self,
+        particles: ParticleSet,
+        state: RunState,
+        half_maps: tuple[NDArray[np.float32], NDArray[np.float32]],
+        fsc: FSCCurve,
+        mask: NDArray[np.float32],
+        criterion: float,
+    ) -> None:
+        """The results at the top of the folder."""
+        self.write_maps(self.path, half_maps, fsc, criterion)
+        average = 0.5 * (half_maps[0] + half_maps[1])
+        write_volume(self.path / "average.mrc", Volume(average, fsc.pixel_size_angst))
+        write_volume(self.path / "average_filtered.mrc", Volume(filter_average(average, fsc, criterion), fsc.pixel_size_angst))
+        write_volume(self.path / "mask.mrc", Volume(mask, fsc.pixel_size_angst))
+        self.write_particles(self.path, particles, state)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return str(value)
+
+
+def load_report_data(run: Path) -> ReportData:
+    """What the report of a run shows, from its folder alone.
+
+    Raises
+    ------
+    InputError
+        The folder holds no finished iteration.
+    """
+    folder = RunFolder(run)
+    facts_path = run / "summary.json"
+    if not facts_path.exists():
+        raise InputError(f"{run}: expected the folder of a finished run (summary.json), found none")
+    facts = json.loads(facts_path.read_text())
+    maps = {}
+    for field_name, name in (("half1", "half1"), ("half2", "half2"), ("average", "average"), ("filtered", "average_filtered")):
+        if (run / f"{name}.mrc").exists():
+            maps[field_name] = read_volume(run / f"{name}.mrc")
+    state = folder.last_state()
+    optional: dict[str, Any] = {}
+    if state is not None and np.isfinite(state.scores).any():
+        keep = np.isfinite(state.scores)
+        optional["scores"] = state.scores[keep]
+        optional["rotations"] = state.poses.rotations[keep]
+        first = run / "start.npz"
+        if first.exists():
+            with np.load(first) as start:
+                optional["angle_changes_deg"] = angle_between_deg(start["rotations"], state.poses.rotations)[keep]
+                optional["shift_changes_angst"] = np.linalg.norm(start["shifts_angst"] - state.poses.shifts_angst, axis=1)[keep]
+    settings = read_job_file(run / "job.toml") if facts["command"] == "align" else facts.get("settings", {})
+    provenance = json.loads((run / "provenance.json").read_text()) if (run / "provenance.json").exists() else {}
+    return ReportData(
+        title=f"numba-glocal {facts['command']}: {Path(facts['particles']).name}",
+        subtitle=str(facts["date"]),
+        particle_count=facts["used"],
+        half_counts=tuple(facts["half_counts"]),
+        criterion=facts["criterion"],
+        fsc=read_fsc_star(run / "fsc.star") if (run / "fsc.star").exists() else None,
+        iterations=[IterationSummary(**record) for record in facts["iterations"]],
+        score_name=facts["score"],
+        workers=[WorkerSummary(**worker) for worker in facts["workers"]],
+        bad_particles=[tuple(pair) for pair in facts["bad"]],
+        warnings=facts["warnings"],
+        wall_seconds=facts["wall_seconds"],
+        files={name: what for name, what in FILES.items() if (run / name).exists() or name == "report.html"},
+        settings=settings,
+        provenance={k: v for k, v in provenance.items() if not isinstance(v, dict)} | provenance.get("packages", {}),
+        **maps,
+        **optional,
+    )
+
+
+def finite_or_none(value: float) -> float | None:
+    """For JSON, which has no NaN."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,244 @@
+"""Every option of a run as one validated value, and its TOML file."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import SettingsError
+from .values import SCORES
+
+SPLITS = ("file", "particle", "tomogram")
+
+
+@dataclass(frozen=True, slots=True)
+class AlignSettings:
+    """Options of `align`; lengths in Angstrom, angles in degrees, None for "decide".
+
+    Attributes
+    ----------
+    particles : str
+        The particle list.
+    output : str
+        The run folder.
+    reference : str or None
+        Start map; None: the average of the given poses.
+    initial_lowpass_angst : float
+        Low-pass of the start map, so that the halves start unbiased.
+    mask : str or None
+        Mask file; None: a sphere of the particle's diameter.
+    particle_diameter_angst : float or None
+        None: from the mask, else 0.8 of the box.
+    soft_edge_voxels : float
+        Width of the spherical mask's edge.
+    pixel_size_angst : float or None
+        Overrides list and headers.
+    binning : float
+        Fourier cropping, whole or fractional.
+    angle_shells, angle_increment_deg
+        Local search of the first iteration.
+    shift_range_angst : float or None
+        Shifts tried in the first iteration; None: 0.15 of the diameter.
+    max_shift_angst : float or None
+        Hard limit of the distance from the list's shifts.
+    adaptive : bool
+        Increment and shift range follow the poses' changes; else they stay.
+    score : str
+        flcf, ncc or ml.
+    highpass_angst, lowpass_angst : float or None
+        Limits of the band.
+    fsc_criterion : float
+    tilt_range_deg : (float, float) or None
+    tilt_axis : str
+    flip_tilt : bool
+    split : str
+        Half-sets: "file", "particle" or "tomogram".
+    iterations : int
+    seed : int
+    invert_contrast, normalise : bool
+    premultiplied : bool or None
+        Overrides what the list says.
+    subset : int or None
+        Particles of each half.
+    max_bad : int or None
+        Unusable particles tolerated; None: the larger of 1 % and 3.
+    gpus, procs_per_gpu, cpu_procs
+        Workers.
+    cache_gib : float
+        Budget of prepared particles of each worker.
+    """
+
+    particles: str
+    output: str
+    reference: str | None = None
+    initial_lowpass_angst: float = 50.0
+    mask: str | None = None
+    particle_diameter_angst: float | None = None
+    soft_edge_voxels: float = 5.0
+    pixel_size_angst: float | None = None
+    binning: float = 1.0
+    angle_shells: int = 3
+    angle_increment_deg: float = 4.5
+    shift_range_angst: float | None = None
+    max_shift_angst: float | None = None
+    adaptive: bool = True
+    score: str = "ml"
+    highpass_angst: float | None = None
+    lowpass_angst: float | None = None
+    fsc_criterion: float = 0.143
+    tilt_range_deg: tuple[float, float] | None = None
+    tilt_axis: str = "y"
+    flip_tilt: bool = False
+    split: str = "file"
+    iterations: int = 4
+    seed: int = 0
+    invert_contrast: bool = False
+    normalise: bool = True
+    premultiplied: bool | None = None
+    subset: int | None = None
+    max_bad: int | None = None
+    gpus: str | None = None
+    procs_per_gpu: str = "auto"
+    cpu_procs: int | None = None
+    cache_gib: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Refuses values that mean nothing, by their option's name."""
+        _one_of("--score", self.score, SCORES)
+        _one_of("--split", self.split, SPLITS)
+        _one_of("--tilt-axis", self.tilt_axis, ("x", "y"))
+        for option, value in (
+            ("--initial-lowpass", self.initial_lowpass_angst),
+            ("--particle-diameter", self.particle_diameter_angst),
+            ("--pixel-size", self.pixel_size_angst),
+            ("--shift-range", self.shift_range_angst),
+            ("--max-shift", self.max_shift_angst),
+            ("--highpass", self.highpass_angst),
+            ("--lowpass", self.lowpass_angst),
+            ("--angle-increment", self.angle_increment_deg),
+            ("--cache-gib", self.cache_gib),
+        ):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise SettingsError(f"{option}: expected a positive number, found {value}")
+        if not (math.isfinite(self.binning) and self.binning >= 1):
+            raise SettingsError(f"--binning: expected 1 or more, found {self.binning}")
+        if not 0 < self.fsc_criterion < 1:
+            raise SettingsError(f"--fsc-criterion: expected between 0 and 1, found {self.fsc_criterion}")
+        if self.angle_shells < 0:
+            raise SettingsError(f"--angle-shells: expected 0 or more, found {self.angle_shells}")
+        if self.angle_shells * self.angle_increment_deg >= 180:
+            raise SettingsError(
+                f"--angle-shells {self.angle_shells} x --angle-increment {self.angle_increment_deg:g} reaches 180 degrees; expected a local search"
+            )
+        if self.iterations < 1:
+            raise SettingsError(f"--iterations: expected 1 or more, found {self.iterations}")
+        if self.soft_edge_voxels < 0:
+            raise SettingsError(f"--soft-edge: expected 0 or more, found {self.soft_edge_voxels}")
+        if self.highpass_angst is not None and self.lowpass_angst is not None and self.highpass_angst <= self.lowpass_angst:
+            raise SettingsError(f"--highpass {self.highpass_angst:g} A must be coarser than --lowpass {self.lowpass_angst:g} A: nothing is left")
+        if self.subset is not None and self.subset < 2:
+            raise SettingsError(f"--subset: expected 2 or more particles of each half, found {self.subset}")
+        if self.max_bad is not None and self.max_bad < 0:
+            raise SettingsError(f"--max-bad: expected 0 or more, found {self.max_bad}")
+
+
+@dataclass(frozen=True, slots=True)
+class AverageSettings:
+    """Options of `average`; see `AlignSettings` for those of the same name.
+
+    Attributes
+    ----------
+    weighting : str
+        "noise": weights from fitted noise. "ctf": the classical sums, ``C X`` over ``C^2`` (``X`` over ``C`` for lists flagged as premultiplied).
+    """
+
+    particles: str
+    output: str
+    weighting: str = "noise"
+    mask: str | None = None
+    particle_diameter_angst: float | None = None
+    soft_edge_voxels: float = 5.0
+    pixel_size_angst: float | None = None
+    binning: float = 1.0
+    fsc_criterion: float = 0.143
+    tilt_range_deg: tuple[float, float] | None = None
+    tilt_axis: str = "y"
+    flip_tilt: bool = False
+    split: str = "file"
+    seed: int = 0
+    invert_contrast: bool = False
+    normalise: bool = True
+    premultiplied: bool | None = None
+    subset: int | None = None
+    max_bad: int | None = None
+    gpus: str | None = None
+    procs_per_gpu: str = "auto"
+    cpu_procs: int | None = None
+    cache_gib: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Refuses what `AlignSettings` refuses, and unknown weightings."""
+        _one_of("--weighting", self.weighting, ("ctf", "noise"))
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "weighting"}
+        AlignSettings(**shared)
+
+
+def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise SettingsError(f"{option}: expected one of {', '.join(allowed)}; found {value!r}")
+
+
+def settings_to_toml(settings: AlignSettings | AverageSettings) -> str:
+    """All options as TOML text; options that are None are left out."""
+    lines = ["# Every option of this run; `numba-glocal align --job THIS_FILE` runs it again."]
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if value is not None:
+            lines.append(f"{field.name} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = "".join(f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else {'"': '\\"', "\\": "\\\\"}.get(c, c) for c in value)
+        return f'"{escaped}"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return repr(value)
+
+
+def read_job_file(path: Path) -> dict[str, Any]:
+    """Options of a job file, checked by name and kind.
+
+    Raises
+    ------
+    SettingsError
+        Unreadable, not TOML, an unknown option, or a value of another kind.
+    """
+    try:
+        with open(path, "rb") as handle:
+            values = tomllib.load(handle)
+    except OSError as problem:
+        raise SettingsError(f"{path}: cannot be read ({problem.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise SettingsError(f"{path}: not a TOML file ({problem})") from None
+    known = {field.name: field for field in dataclasses.fields(AlignSettings)}
+    for name, value in values.items():
+        if name not in known:
+            raise SettingsError(f"{path}: unknown option {name!r}")
+        kind = str(known[name].type)
+        kinds = {"bool": bool, "str": str, "int": int, "float": (int, float), "tuple": list}
+        allowed = tuple(k for word, ks in kinds.items() if word in kind for k in (ks if isinstance(ks, tuple) else (ks,)))
+        if not isinstance(value, allowed) or (isinstance(value, bool) and "bool" not in kind):
+            raise SettingsError(f"{path}: {name} expects {kind.replace(' | None', '')}, found {value!r}")
+        if isinstance(value, list):
+            values[name] = tuple(float(v) for v in value)
+        elif "float" in kind and not isinstance(value, bool):
+            values[name] = float(value)
+    return values
