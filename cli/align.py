@@ -16,7 +16,17 @@ from numba_glocal.settings import SPLITS, AlignSettings, read_job_file
 from numba_glocal.values import SCORES
 
 from .console import Stage, print_facts, say, warn
-from .options import PATH, diameter_option, dry_run_option, pixel_size_option, seed_option, subset_option, verbosity_options, wedge_options, worker_options
+from .options import (
+    PATH,
+    diameter_option,
+    dry_run_option,
+    pixel_size_option,
+    seed_option,
+    subset_option,
+    verbosity_options,
+    wedge_options,
+    worker_options,
+)
 from .running import choose_workers, plan_facts, refuse_input_as_output, run_job, shown_warnings
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(AlignSettings)}
@@ -43,7 +53,7 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @_option("--binning", key="binning", kind=float, text="Fourier cropping, whole or fractional; results stay in Angstrom.")
 @_option("--angle-shells", key="angle_shells", kind=int, text="Steps to either side of each pose in the first search.")
 @_option("--angle-increment", key="angle_increment_deg", kind=float, text="Angular step of the first search.", metavar="DEGREES")
-@_option("--shift-range", key="shift_range_angst", kind=float, text="Shifts tried in the first search. [default: 0.15 of the diameter]", metavar="ANGSTROM")
+@_option("--shift-range", key="shift_range_angst", kind=float, text="Shifts tried at first. [default: 0.15 of the diameter]", metavar="ANGSTROM")
 @_option("--max-shift", key="max_shift_angst", kind=float, text="Hard limit of the distance from the list's positions.", metavar="ANGSTROM")
 @click.option("--adaptive/--fixed", "adaptive", default=None, help="Increment and shift range follow the poses' changes. [default: adaptive]")
 @_option("--score", key="score", kind=click.Choice(SCORES), text="What candidates are compared by.")
@@ -66,7 +76,9 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @dry_run_option
 @verbosity_options
 @click.pass_context
-def align_command(ctx: click.Context, particles: Path | None, output: Path | None, job_file: Path | None, resume: bool, dry_run: bool, **options: Any) -> None:
+def align_command(
+    ctx: click.Context, particles: Path | None, output: Path | None, job_file: Path | None, resume: bool, dry_run: bool, **options: Any
+) -> None:
     """Align PARTICLES (a STAR list) and average them, two independent halves, until --iterations are done.
 
     \b
@@ -102,7 +114,8 @@ def _settings(
     ctx: click.Context, particles: Path | None, output: Path | None, job_file: Path | None, resume: bool, options: dict[str, Any]
 ) -> AlignSettings:
     """Options of the command line over those of a job file (of the run itself when resuming)."""
-    options.pop("spherical_mask") and options.get("mask") is not None and _refuse_two_masks()
+    if options.pop("spherical_mask") and options["mask"] is not None:
+        raise SettingsError("--mask and --spherical-mask exclude each other")
     given = {key: value for key, value in options.items() if value is not None}
     for key in ("seed", "tilt_axis", "flip_tilt", "procs_per_gpu"):  # options with a default of their own: only what the user typed counts
         if ctx.get_parameter_source(key) != click.core.ParameterSource.COMMANDLINE:
@@ -127,7 +140,3 @@ def _settings(
     if "output" not in merged:
         raise SettingsError("no output folder is given; expected -o FOLDER")
     return AlignSettings(**merged)
-
-
-def _refuse_two_masks() -> None:
-    raise SettingsError("--mask and --spherical-mask exclude each other")

@@ -46,7 +46,7 @@ from .running import choose_workers, plan_facts, refuse_input_as_output, run_job
 @click.option("--binning", type=float, default=1.0, show_default=True, help="Fourier cropping, whole or fractional.")
 @click.option("--fsc-criterion", type=float, default=0.143, show_default=True, help="FSC value at which the resolution is read.")
 @wedge_options
-@click.option("--split", type=click.Choice(SPLITS), default="file", show_default=True, help="Half-sets: as the list says, by particle, or by tomogram.")
+@click.option("--split", type=click.Choice(SPLITS), default="file", show_default=True, help="Half-sets: of the list, by particle, by tomogram.")
 @click.option("--invert-contrast", is_flag=True, help="Turn black into white.")
 @click.option("--normalise/--no-normalise", "normalise", default=True, show_default=True, help="Particles to mean 0, deviation 1 outside the mask.")
 @click.option("--premultiplied/--not-premultiplied", "premultiplied", default=None, help="Overrides the list's flag.")

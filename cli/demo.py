@@ -13,11 +13,12 @@ from numba_glocal.simulation import SimulationSettings, simulate
 
 from .align import align_command
 from .console import Stage, say
+from .options import PATH
 from .outputs import check_output_folder
 
 
 @click.command("demo")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("demo_run"), show_default=True, metavar="FOLDER", help="Gets data/ and run/.")
+@click.option("-o", "--output", type=PATH, default=Path("demo_run"), show_default=True, metavar="FOLDER", help="Gets data/ and run/.")
 @click.option("--n", "count", type=click.IntRange(min=8), default=60, show_default=True, help="Number of particles.")
 @click.option("--cpu-procs", type=click.IntRange(min=1), metavar="N", help="Workers. [default: the usable cores]")
 @click.pass_context
@@ -25,8 +26,9 @@ def demo_command(ctx: click.Context, output: Path, count: int, cpu_procs: int | 
     """Simulate particles of a built-in phantom, align them, and compare the poses with the truth."""
     check_output_folder(output, overwrite=False)
     data, run = output / "data", output / "run"
+    wanted = SimulationSettings(count=count, box_size=48, pixel_size_angst=8.0)
     with Stage("simulate", count) as stage:
-        made = simulate(data, SimulationSettings(count=count, box_size=48, pixel_size_angst=8.0), progress=lambda done, total: stage.advance(done - stage.done))
+        made = simulate(data, wanted, progress=lambda done, total: stage.advance(done - stage.done))
     ctx.invoke(
         align_command,
         particles=made.start,

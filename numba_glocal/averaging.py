@@ -73,7 +73,9 @@ def merge(sums: list[WeightedSum]) -> WeightedSum:
     return total
 
 
-def relative_motion(half1: NDArray[np.float32], half2: NDArray[np.float32], mask: NDArray[np.float32], k_max: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def relative_motion(
+    half1: NDArray[np.float32], half2: NDArray[np.float32], mask: NDArray[np.float32], k_max: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The small rigid motion that carries one half-map onto the other, from the low band alone.
 
     Parameters

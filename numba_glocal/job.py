@@ -19,7 +19,7 @@ from .masks import check_mask, spherical_mask
 from .particles import ParticleReader, TiltRange, fourier_crop
 from .settings import AlignSettings, AverageSettings
 from .shifts import binned_box_size
-from .values import ParticleSet
+from .values import FloatArray, ParticleSet
 
 _DEFAULT_DIAMETER_OF_BOX = 0.8
 
@@ -121,8 +121,8 @@ def prepare_job(settings: AlignSettings | AverageSettings) -> Job:
             k_min = size_angst / settings.highpass_angst
         if k_limit < max(3.0, k_min + 2.0):
             raise SettingsError(
-                f"the band {'' if settings.highpass_angst is None else f'{settings.highpass_angst:g} A '}to {size_angst / k_limit:.1f} A leaves nothing to align"
-                f" in a box of {size_angst:.0f} A"
+                f"the band {'' if settings.highpass_angst is None else f'{settings.highpass_angst:g} A '}to {size_angst / k_limit:.1f} A"
+                f" leaves nothing to align in a box of {size_angst:.0f} A"
             )
         if settings.score == "flcf" and settings.mask is not None:
             raise SettingsError("--score flcf with a --mask file is not supported yet; expected --score ml or ncc, or a spherical mask")
@@ -174,7 +174,7 @@ def start_map(job: Job, path: str, lowpass_angst: float) -> NDArray[np.float32]:
     return lowpass(fourier_crop(volume.data, job.grid.binned_box_size), job.grid.binned_pixel_size_angst, lowpass_angst)
 
 
-def make_chunks(particles: ParticleSet, anchors_angst: NDArray[np.float64], half: int, largest: int = 128) -> list[Chunk]:
+def make_chunks(particles: ParticleSet, anchors_angst: FloatArray, half: int, largest: int = 128) -> list[Chunk]:
     """Chunks of one half-set: a function of the list and the box alone, so that no result depends on workers or their speed."""
     rows = np.flatnonzero(particles.half == half).astype(np.int64)
     size = int(min(largest, max(8, math.ceil(len(rows) / 8))))
@@ -188,9 +188,9 @@ def make_chunks(particles: ParticleSet, anchors_angst: NDArray[np.float64], half
                 tuple(particles.names[i] for i in part),
                 tuple(particles.volume_paths[i] for i in part),
                 tuple(particles.weight_paths[i] for i in part),
-                particles.poses.rotations[part],
-                particles.poses.shifts_angst[part],
-                anchors_angst[part],
+                np.asarray(particles.poses.rotations[part], np.float64),
+                np.asarray(particles.poses.shifts_angst[part], np.float64),
+                np.asarray(anchors_angst[part], np.float64),
             )
         )
     return chunks

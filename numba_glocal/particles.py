@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,7 +119,7 @@ def _weight(path: Path | None, tilt_range: TiltRange | None, box_size: int, binn
     return np.ascontiguousarray(crop_half_spectrum(weight, binned_box_size), np.float32)
 
 
-def crop_half_spectrum(spectrum: NDArray[np.generic], binned_box_size: int) -> NDArray[np.generic]:
+def crop_half_spectrum(spectrum: NDArray[Any], binned_box_size: int) -> NDArray[Any]:
     """Central part of a grid half-spectrum: the half-spectrum of the box `binned_box_size`.
 
     For an even target its Nyquist planes are kept as they are; nothing that reads them does so (`fourier.grid_band`).
@@ -147,7 +148,8 @@ def fourier_crop(volume: NDArray[np.float32], binned_box_size: int) -> NDArray[n
     n, m = volume.shape[0], binned_box_size
     if m == n:
         return np.ascontiguousarray(volume, np.float32)
-    spectrum = crop_half_spectrum(centred_rfftn(volume), m) * np.float32((m / n) ** 3)
+    spectrum = crop_half_spectrum(centred_rfftn(volume), m)
+    spectrum = spectrum * np.float32((m / n) ** 3)
     if m % 2 == 0:  # a real map has no well-defined phase there
         spectrum[m // 2, :, :], spectrum[:, m // 2, :], spectrum[:, :, m // 2] = 0, 0, 0
     return np.ascontiguousarray(centred_irfftn(spectrum, m), np.float32)

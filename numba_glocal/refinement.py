@@ -114,7 +114,14 @@ class Refinement:
             raise GlocalError(f"{len(self._bad)} particles cannot be used, at most {self.job.max_bad} are tolerated (--max-bad): {shown}")
 
     def _align(
-        self, title: str, state: RunState, references: dict[int, ReferenceFile], noise: dict[int, NoiseModel], k_max: float, plan: SearchPlan | None, refine: bool
+        self,
+        title: str,
+        state: RunState,
+        references: dict[int, ReferenceFile],
+        noise: dict[int, NoiseModel],
+        k_max: float,
+        plan: SearchPlan | None,
+        refine: bool,
     ) -> _Aligned:
         """One pass of align tasks over both halves."""
         settings = self.job.settings
@@ -253,6 +260,7 @@ class Refinement:
         for sign in (1.0, -1.0):
             values = []
             for _, result in self._subset_results("grey scale of the start map", tasks(sign, noise, plan)):
+                assert result.estimates is not None
                 good = np.isfinite(result.estimates.scores)
                 values.append(result.estimates.scores[good])
                 if sign > 0:
@@ -420,7 +428,8 @@ class Refinement:
             randomised_from=fsc.randomised_from_shell,
         )
         _log.info(
-            "iteration %d: resolution %.1f A, band %.1f A, median change %.2f degrees %.2f A, halves were %.2f degrees %.2f A apart, noise exponent %s, %.1f s",
+            "iteration %d: resolution %.1f A, band %.1f A, median change %.2f degrees %.2f A, halves were %.2f degrees %.2f A apart,"
+            " noise exponent %s, %.1f s",
             number,
             crossing.resolution_angst,
             record["band_angst"],
@@ -529,10 +538,9 @@ def _average_noise(loop: Refinement, fsc: FSCCurve) -> dict[int, NoiseModel]:
     references = loop._references(0)
     k_max = min(job.k_limit, float(max(3, loop._crossing(fsc).shell + 1)))
     residuals = {half: ResidualPower.empty(job.grid.binned_box_size // 2 + 1) for half in HALVES}
+    flat = loop._flat_noise()
     tasks = [
-        AlignTask(
-            chunk, job.reader, references[half], job.particle_mask, loop._flat_noise()[half], "ml", 0.0, k_max, math.inf, None, job.radius_voxels, False
-        )
+        AlignTask(chunk, job.reader, references[half], job.particle_mask, flat[half], "ml", 0.0, k_max, math.inf, None, job.radius_voxels, False)
         for half in HALVES
         for chunk in make_chunks(job.particles, job.particles.poses.shifts_angst, half)
     ]

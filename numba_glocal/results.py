@@ -263,7 +263,7 @@ def load_report_data(run: Path) -> ReportData:
     if not facts_path.exists():
         raise InputError(f"{run}: expected the folder of a finished run (summary.json), found none")
     facts = json.loads(facts_path.read_text())
-    maps = {}
+    maps: dict[str, Any] = {}
     for field_name, name in (("half1", "half1"), ("half2", "half2"), ("average", "average"), ("filtered", "average_filtered")):
         if (run / f"{name}.mrc").exists():
             maps[field_name] = read_volume(run / f"{name}.mrc")
