@@ -12,7 +12,7 @@ BENCHMARKS := $(wildcard benchmarks/[a-z]*.py)
 .PHONY: demo test check bench clean
 .DEFAULT_GOAL := demo
 
-# Simulates a small set of particles, aligns it and writes demo_run/report.html.
+# Simulates a small set of particles, aligns it and writes demo_run/run/report.html.
 demo: $(VENV)/.installed
 	rm -rf demo_run
 	$(BIN)/numba-glocal demo -o demo_run

@@ -38,7 +38,8 @@ def demo_command(ctx: click.Context, output: Path, count: int, cpu_procs: int | 
         iterations=3,
         cpu_procs=cpu_procs,
     )
-    truth, found = read_particles(made.truth).poses, read_particles(run / "particles.star").poses
+    # the lists name their volumes from data/ on, where those of the run are not looked for
+    truth, found = read_particles(made.truth).poses, read_particles(run / "particles.star", require_volumes=False).poses
     start = read_particles(made.start).poses
     for name, poses in (("before", start), ("after", found)):
         angle = np.median(angle_between_deg(truth.rotations, poses.rotations))
