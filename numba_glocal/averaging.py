@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,42 +37,58 @@ def reconstruct(sums: WeightedSum, box_size: int, signal_to_noise: NDArray[np.fl
     """
     n, padded = box_size, PAD * box_size
     c = (sums.numerator.shape[0] - 1) // 2
-    numerator, denominator = sums.numerator.astype(np.complex128), sums.denominator.astype(np.float64)
+    shell, fine, count = _sum_geometry(c, n)
+    numerator, denominator = sums.numerator.astype(np.complex64), sums.denominator.astype(np.float32)
     # the plane kx = 0 received each Friedel pair once, on either side
     numerator[:, :, 0] += np.conj(numerator[::-1, ::-1, 0])
     denominator[:, :, 0] += denominator[::-1, ::-1, 0]
-    z, y, x = np.arange(-c, c + 1)[:, None, None], np.arange(-c, c + 1)[None, :, None], np.arange(c + 2)[None, None, :]
-    radius = np.sqrt(z * z + y * y + x * x) / PAD
-    shell = np.minimum(np.rint(radius).astype(np.int64), n)
-    count = np.bincount(shell.ravel(), minlength=n + 1)
     profile = np.bincount(shell.ravel(), denominator.ravel(), n + 1) / np.maximum(count, 1)
     if signal_to_noise is None:
-        extra = REGULARISATION * profile[shell]
+        extra = (REGULARISATION * profile).astype(np.float32)[shell]
     else:
-        ratio = np.interp(radius, np.arange(len(signal_to_noise)), signal_to_noise, right=1e-6)
-        extra = profile[shell] / np.maximum(ratio, 1e-6)
-    tiny = 1e-12 * max(float(profile.max()), 1e-30)
+        radii = np.arange(_FINE * (n + 1) + 1) / _FINE
+        ratio = np.maximum(np.interp(radii, np.arange(len(signal_to_noise)), signal_to_noise, right=1e-6), 1e-6)
+        extra = profile.astype(np.float32)[shell]
+        extra *= (1.0 / ratio).astype(np.float32)[fine]
+    denominator += extra
+    denominator += np.float32(1e-12 * max(float(profile.max()), 1e-30))
     limit = n // 2
-    spectrum = np.where((radius < limit) & (radius > 0), numerator / (denominator + extra + tiny), 0)
+    numerator /= denominator
+    numerator[fine >= limit * _FINE] = 0
+    numerator[c, c, 0] = 0
     # back into the corner-origin half-spectrum of the padded box; samples beyond n / 2 are zero and are dropped
     reach = min(c, PAD * limit - 1)
-    whole = np.zeros((padded, padded, padded // 2 + 1), np.complex128)
-    rows = np.arange(-reach, reach + 1)
-    whole[np.ix_(rows % padded, rows % padded, np.arange(reach + 1))] = spectrum[c - reach : c + reach + 1, c - reach : c + reach + 1, : reach + 1]
-    volume = np.fft.fftshift(irfftn(whole.astype(np.complex64), padded))
+    whole = np.zeros((padded, padded, padded // 2 + 1), np.complex64)
+    inner = numerator[c - reach : c + reach + 1, c - reach : c + reach + 1, : reach + 1]
+    for z_to, z_from in ((slice(0, reach + 1), slice(reach, None)), (slice(padded - reach, None), slice(0, reach))):
+        for y_to, y_from in ((slice(0, reach + 1), slice(reach, None)), (slice(padded - reach, None), slice(0, reach))):
+            whole[z_to, y_to, : reach + 1] = inner[z_from, y_from]
+    volume = np.fft.fftshift(irfftn(whole, padded))
     start = padded // 2 - n // 2
-    inner = volume[start : start + n, start : start + n, start : start + n]
-    return (inner / sinc2_correction(n)).astype(np.float32)
+    return (volume[start : start + n, start : start + n, start : start + n] / sinc2_correction(n)).astype(np.float32)
+
+
+_FINE = 8
+
+
+@lru_cache(maxsize=2)
+def _sum_geometry(c: int, n: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+    """Shell of every sample of a sum (in 1 / box, at most n), its radius in eighths, and the samples of each shell."""
+    z, y, x = np.arange(-c, c + 1)[:, None, None], np.arange(-c, c + 1)[None, :, None], np.arange(c + 2)[None, None, :]
+    radius = np.sqrt(z * z + y * y + x * x) / PAD
+    shell = np.minimum(np.rint(radius), n).astype(np.int32)
+    fine = np.minimum(np.rint(radius * _FINE), n * _FINE).astype(np.int32)
+    return shell, fine, np.bincount(shell.ravel(), minlength=n + 1)
 
 
 def merge(sums: list[WeightedSum]) -> WeightedSum:
-    """Partial sums added up in the order given, in double precision."""
-    total = WeightedSum(sums[0].numerator.astype(np.complex128), sums[0].denominator.astype(np.float64), sums[0].n_particles)
+    """Partial sums added up in the order given, in double precision; the first one's arrays are added to where they are double already."""
+    numerator = sums[0].numerator.astype(np.complex128, copy=False)
+    denominator = sums[0].denominator.astype(np.float64, copy=False)
     for part in sums[1:]:
-        total.numerator[...] += part.numerator
-        total.denominator[...] += part.denominator
-        total = WeightedSum(total.numerator, total.denominator, total.n_particles + part.n_particles)
-    return total
+        numerator += part.numerator
+        denominator += part.denominator
+    return WeightedSum(numerator, denominator, sum(part.n_particles for part in sums))
 
 
 def relative_motion(

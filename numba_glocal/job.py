@@ -174,10 +174,10 @@ def start_map(job: Job, path: str, lowpass_angst: float) -> NDArray[np.float32]:
     return lowpass(fourier_crop(volume.data, job.grid.binned_box_size), job.grid.binned_pixel_size_angst, lowpass_angst)
 
 
-def make_chunks(particles: ParticleSet, anchors_angst: FloatArray, half: int, largest: int = 128) -> list[Chunk]:
+def make_chunks(particles: ParticleSet, anchors_angst: FloatArray, half: int, parts: int = 8, largest: int = 128) -> list[Chunk]:
     """Chunks of one half-set: a function of the list and the box alone, so that no result depends on workers or their speed."""
     rows = np.flatnonzero(particles.half == half).astype(np.int64)
-    size = int(min(largest, max(8, math.ceil(len(rows) / 8))))
+    size = int(min(largest, max(8, math.ceil(len(rows) / parts))))
     chunks = []
     for first in range(0, len(rows), size):
         part = rows[first : first + size]

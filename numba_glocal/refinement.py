@@ -38,7 +38,8 @@ HALVES = (1, 2)
 _SCALE_PARTICLES = 64
 _FRAME_BAND = 12.0
 _REFITS = 2
-_SUM_CHUNK = 512
+_SUM_CHUNK = 512  # a partial sum is as large as a padded map: few, large chunks
+_SUM_PARTS = 4
 _SMALL_MOTION_VOXELS = 0.02
 
 
@@ -154,7 +155,7 @@ class Refinement:
         """Sums of both halves at given poses."""
         particles = self.job.particles.with_poses(poses)
         tasks = [
-            SumTask(chunk, self.job.reader, noise[half]) for half in HALVES for chunk in make_chunks(particles, self._anchors, half, _SUM_CHUNK)
+            SumTask(chunk, self.job.reader, noise[half]) for half in HALVES for chunk in make_chunks(particles, self._anchors, half, _SUM_PARTS, _SUM_CHUNK)
         ]
         totals: dict[int, WeightedSum] = {}
         for task, result in self._results(title, tasks):

@@ -673,7 +673,8 @@ class CPUSumSession:
         """The sums so far."""
         rows, columns = 2 * self._offset + 1, self._offset + 2
         sums = self._sums.reshape(rows, rows, columns, 4)
-        return WeightedSum((sums[..., 0] + 1j * sums[..., 1]).astype(np.complex64), sums[..., 2].copy(), self._count)
+        numerator = np.ascontiguousarray(sums[..., :2]).view(np.complex64)[..., 0]
+        return WeightedSum(numerator, np.ascontiguousarray(sums[..., 2]), self._count)
 
     def close(self) -> None:
         """Gives the sums' memory back."""
