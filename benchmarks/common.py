@@ -1,0 +1,209 @@
+"""What the benchmarks share: timing with warm-up apart, results as JSON, the data they need, and the prototype they are compared with."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("numpy", "numba", "scipy", "pyfftw", "threadpoolctl")
+
+
+def shared_folder() -> Path | None:
+    """The folder with data, simulator and prototypes (`NUMBA_GLOCAL_SHARED`, else `../shared`); None where it is absent."""
+    folder = Path(os.environ.get("NUMBA_GLOCAL_SHARED", ROOT.parent / "shared"))
+    return folder if (folder / "data").is_dir() else None
+
+
+def need_shared() -> Path:
+    """As `shared_folder`; leaves with a message where it is absent."""
+    folder = shared_folder()
+    if folder is None:
+        print(f"skipped: no shared folder at {ROOT.parent / 'shared'} (set NUMBA_GLOCAL_SHARED)")
+        sys.exit(0)
+    return folder
+
+
+def pin_to_one_core() -> int | None:
+    """Keeps this process on one of its cores and its libraries at one thread; returns the core."""
+    from threadpoolctl import threadpool_limits
+
+    threadpool_limits(1)
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    core = max(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {core})
+    return core
+
+
+def compare(variants: dict[str, Callable[[], Any]], repeats: int, warm_up: bool = True) -> dict[str, dict[str, Any]]:
+    """Seconds of several functions that are run in turn, so that a disturbance of the machine meets all of them.
+
+    Parameters
+    ----------
+    variants : dict of name to function
+    repeats : int
+    warm_up : bool
+        One call of each first, timed apart (it compiles, plans and fills caches).
+
+    Returns
+    -------
+    dict of name to {"first_s", "min_s", "median_s", "repeats"}
+    """
+    first: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for name, function in variants.items() if warm_up else ():
+        begun = time.perf_counter()
+        function()
+        first[name] = time.perf_counter() - begun
+    for _ in range(repeats):
+        for name, function in variants.items():
+            begun = time.perf_counter()
+            function()
+            seconds[name].append(time.perf_counter() - begun)
+    return {
+        name: {"first_s": first.get(name), "min_s": min(times), "median_s": statistics.median(times), "repeats": repeats}
+        for name, times in seconds.items()
+    }
+
+
+def processor() -> str:
+    """Name of the processor."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def vector_width() -> str:
+    """Widest vector instructions, as far as the system tells."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return "unknown"
+    return next((name for name, flag in (("AVX-512", " avx512f"), ("AVX2", " avx2"), ("SSE", " sse2")) if flag in flags), "unknown")
+
+
+def git_commit() -> str:
+    """Commit of the working tree, with a plus sign where the package differs from it."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "numba_glocal", "cli"], cwd=ROOT).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + ("+" if changed else "")
+
+
+def environment() -> dict[str, Any]:
+    """Where and with what a benchmark ran."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    return {
+        "processor": processor(),
+        "vectors": vector_width(),
+        "cores_of_machine": os.cpu_count(),
+        "cores_used": affinity,
+        "load_average_at_start": round(load, 2),
+        "versions": versions,
+        "commit": git_commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+    }
+
+
+def write_results(name: str, rows: Sequence[dict[str, Any]], about: dict[str, Any], notes: str, folder: Path = RESULTS) -> Path:
+    """Stores ``{"environment", "notes", "rows"}`` as ``<name>.json``, whole or not at all.
+
+    Parameters
+    ----------
+    name : str
+    rows : sequence of dict
+        Tidy: one measurement each.
+    about : dict
+        `environment`, taken when the benchmark began.
+    notes : str
+        How it was measured, in a sentence or two.
+    folder : Path
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    temporary = path.with_suffix(".part")
+    text = json.dumps({"name": name, "environment": about, "notes": notes, "rows": [_rounded(row) for row in rows]}, indent=1)
+    temporary.write_text(text + "\n")
+    temporary.replace(path)
+    return path
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(entry) for entry in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Prints rows, one a line."""
+    for row in rows:
+        print("  ".join(f"{key} {_rounded(value)}" for key, value in row.items()), flush=True)
+
+
+def prototype_functions(shared: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Functions of the whole-loop prototype, compiled as they stand there; the rest of that script is not run.
+
+    Parameters
+    ----------
+    shared : Path
+    names : sequence of str
+        Top-level functions, callees first.
+    """
+    import numba
+    import numpy
+
+    path = shared / "design" / "prototypes" / "cpu_whole_loop.py"
+    tree = ast.parse(path.read_text())
+    wanted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    space: dict[str, Any] = {"np": numpy, "nb": numba}
+    exec(compile(ast.Module(wanted, []), str(path), "exec"), space)
+    return {name: space[name] for name in names}
+
+
+def make_set_a(folder: Path, shared: Path) -> None:
+    """100 simulated ribosomes with known poses: 64 voxels of 6.8 A, 60 degrees, CTF, signal-to-noise ratio 0.05 (about a minute)."""
+    if (folder / "start.star").is_file() and (folder / "truth.star").is_file():
+        return
+    tool, source = shared / "tools" / "make_dataset.py", shared / "data" / "maps" / "ribo.em"
+    options = "--scale 1.5625 --invert --n 100 --box 64 --angpix 6.8 --snr 0.05 --ctf --seed 3".split()
+    print(f"making {folder} ..", flush=True)
+    subprocess.run([sys.executable, str(tool), str(folder), "--map", str(source), *options], check=True, stdout=subprocess.DEVNULL)
+
+
+def program() -> list[str]:
+    """The installed `numba-glocal` of this Python, as the start of a command."""
+    beside = Path(sys.executable).with_name("numba-glocal")
+    found = str(beside) if beside.is_file() else shutil.which("numba-glocal")
+    if found is None:
+        print("skipped: numba-glocal is not installed (pip install -e .)")
+        sys.exit(0)
+    return [found]
