@@ -31,7 +31,7 @@ FILES = {
     "particles.star": "poses, half-sets, scores and uncertainties; columns of the input kept",
     "half1.mrc": "half-map 1, unfiltered",
     "half2.mrc": "half-map 2, unfiltered",
-    "average.mrc": "mean of the half-maps, unfiltered",
+    "average.mrc": "map of all particles, unfiltered",
     "average_filtered.mrc": "average, weighted by the FSC and cut at the resolution",
     "mask.mrc": "mask of the FSC",
     "fsc.star": "FSC curves",
@@ -229,13 +229,13 @@ class RunFolder:
         particles: ParticleSet,
         state: RunState,
         half_maps: tuple[NDArray[np.float32], NDArray[np.float32]],
+        average: NDArray[np.float32],
         fsc: FSCCurve,
         mask: NDArray[np.float32],
         criterion: float,
     ) -> None:
         """The results at the top of the folder."""
         self.write_maps(self.path, half_maps, fsc, criterion)
-        average = 0.5 * (half_maps[0] + half_maps[1])
         write_volume(self.path / "average.mrc", Volume(average, fsc.pixel_size_angst))
         write_volume(self.path / "average_filtered.mrc", Volume(filter_average(average, fsc, criterion), fsc.pixel_size_angst))
         write_volume(self.path / "mask.mrc", Volume(mask, fsc.pixel_size_angst))
