@@ -236,7 +236,9 @@ def classical(problem: SearchProblem, rotations: NDArray[np.float64], window_vox
     return seconds
 
 
-def against_classical(box: int = 64, k_max: int = 20, window_voxels: int = 4, n_particles: int = 500, reach: int = 3, repeats: int = 3) -> list[Measured]:
+def against_classical(
+    box: int = 64, k_max: int = 20, window_voxels: int = 4, n_particles: int = 500, reach: int = 3, repeats: int = 3
+) -> list[Measured]:
     """The whole public `search` of many particles, templates included, against rotate-and-four-transforms of one particle and rotation."""
     problem = SearchProblem(box, k_max, n_particles)
     rotations = small_rotations(3.0, reach)
@@ -288,7 +290,9 @@ def matrix_product(problem: SearchProblem, level: SearchLevel, n_particles: int,
 
     def gathered(volume: NDArray[np.float32], rotation: NDArray[np.float64]) -> NDArray[np.complex64]:
         out = np.empty(len(points), np.complex64)
-        kernels.gather(padded_spectrum(volume, reach).view(np.float32).ravel(), 2 * c + 1, c, points, rotation.astype(np.float32), np.float32(PAD), out)
+        kernels.gather(
+            padded_spectrum(volume, reach).view(np.float32).ravel(), 2 * c + 1, c, points, rotation.astype(np.float32), np.float32(PAD), out
+        )
         return out
 
     flat = padded_spectrum(problem.reference, reach).view(np.float32).ravel()
@@ -369,11 +373,23 @@ def alternatives(
                 transform.append(band_transform(problem, level, 30))
             each = n_particles * len(rotations)
             shifts = len(cube.inside)
-            best = {"ours": min(ours) / each, "products": min(product) * shifts / each, "only": min(only) * shifts / each, "transform": min(transform)}
+            best = {
+                "ours": min(ours) / each,
+                "products": min(product) * shifts / each,
+                "only": min(only) * shifts / each,
+                "transform": min(transform),
+            }
             samples = int((lines.line_band(k_max).sample_weight > 0).sum())
             facts = {"box": box, "k_max": k_max, "window_voxels": window, "shifts": shifts, "rotations": len(rotations), "particles": n_particles}
             rows += [
-                {"benchmark": "alternatives", "variant": name, **facts, "samples": samples, "min_s": best[key], "ours_faster": best[key] / best["ours"]}
+                {
+                    "benchmark": "alternatives",
+                    "variant": name,
+                    **facts,
+                    "samples": samples,
+                    "min_s": best[key],
+                    "ours_faster": best[key] / best["ours"],
+                }
                 for name, key in (("ours", "ours"), ("matrix products", "products"), ("products alone", "only"), ("band transform", "transform"))
             ]
         session.close()
@@ -381,11 +397,12 @@ def alternatives(
 
 
 NOTES = (
-    "One core (pinned), one thread; variants run in turn, times are minima over repeats, first_s is the first call with compilation."
+    "One core (pinned), one thread; variants run in turn, times are minima over repeats, first_s is the first call with compilation or loading."
     " search: seconds per particle and rotation, templates and everything else of the session's search included, reading and loading not;"
-    " particles in chunks of 125 as a run makes them, weights one everywhere. rotate and four transforms: SciPy trilinear rotation and pyFFTW, float32."
-    " alternatives: seconds per particle and rotation; matrix products were timed on the first 4 shifts of the ball and scaled by the number of shifts"
-    " ('products alone' is the BLAS part); band transform uses the smallest fast box that holds the band at the same shift spacing."
+    " particles in chunks of 125 as a run makes them, weights one everywhere."
+    " rotate and four transforms: SciPy's trilinear rotation and pyFFTW, float32."
+    " alternatives: seconds per particle and rotation; matrix products were timed on the first 4 shifts of the ball and scaled by the number of"
+    " shifts ('products alone' is the BLAS part); band transform uses the smallest fast box that holds the band at the same shift spacing."
 )
 
 
