@@ -276,7 +276,7 @@ class Refinement:
         if difference.mean() < -3.0 * max(spread, 1e-12):
             raise SettingsError(
                 f"{settings.reference}: the particles match its negative better (mean correlation {scored[-1.0].mean():.3f} against"
-                f" {scored[1.0].mean():.3f}): the contrast is inverted; use {'no ' if settings.invert_contrast else ''}--invert-contrast"
+                f" {scored[1.0].mean():.3f}): the contrast is inverted; {'leave out' if settings.invert_contrast else 'use'} --invert-contrast"
             )
         scale = numerator / max(denominator, 1e-30)
         if not scale > 0:

@@ -104,7 +104,9 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise SettingsError(f"--output {self.path}: expected a folder, found a file")
         if self.path.exists() and any(self.path.iterdir()):
-            hint = "; --resume goes on with it" if (self.path / "job.toml").exists() else ""
+            hint = ""
+            if (self.path / "job.toml").exists():
+                hint = "; --resume goes on with it" if self.last_state() else "; the run in it finished no iteration, remove it to start anew"
             raise SettingsError(f"--output {self.path} is not empty; expected a new folder{hint}")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
