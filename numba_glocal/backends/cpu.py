@@ -504,8 +504,9 @@ class CPUSearchSession:
         for _ in range(_MAX_STEPS):
             hessian, gradient = unpack_normal_equations(sums)
             hessian[np.diag_indices(6)] *= 1.0 + damping
+            away = rotation.T @ (shift_angst - anchor_angst) / unit_angst
             try:
-                step = np.linalg.solve(hessian, gradient)
+                step = limited_step(hessian, gradient, away, self.setup.max_shift_angst / unit_angst)
             except np.linalg.LinAlgError:
                 break
             angle_deg = math.degrees(float(np.linalg.norm(step[:3])))
@@ -690,6 +691,32 @@ def unpack_normal_equations(sums: NDArray[np.float64]) -> tuple[NDArray[np.float
     hessian[:3, 3:] = sums[12:21].reshape(3, 3)
     hessian = np.triu(hessian) + np.triu(hessian, 1).T
     return hessian, sums[21:27].copy()
+
+
+def limited_step(
+    hessian: NDArray[np.float64], gradient: NDArray[np.float64], away: NDArray[np.float64], limit: float
+) -> NDArray[np.float64]:
+    """The Newton step (6,) whose shift stays in a ball: greatest ``g.x - x.H x / 2`` with ``|away + x[3:]| <= limit``.
+
+    Clipping the free step instead would leave a rotation that fits a shift which is not allowed.
+    """
+    step = np.linalg.solve(hessian, gradient)
+    if float(np.linalg.norm(away + step[3:])) <= limit:
+        return step
+    on_shift = np.repeat([0.0, 1.0], 3)
+    pull = np.append(np.zeros(3), away)
+    low, high = 0.0, float(np.trace(hessian[3:, 3:]))  # bounds of the multiplier of the limit
+    for _ in range(60):
+        middle = high if low == 0.0 else 0.5 * (low + high)
+        step = np.linalg.solve(hessian + np.diag(middle * on_shift), gradient - middle * pull)
+        distance = float(np.linalg.norm(away + step[3:]))
+        if abs(distance - limit) <= 1e-6 * limit:
+            break
+        if distance > limit:
+            low, high = middle, high if middle < high else 4.0 * high
+        else:
+            low, high = max(low, 1e-9 * middle), middle
+    return step
 
 
 def limit_shift(shift_angst: NDArray[np.float64], anchor_angst: NDArray[np.float64], max_shift_angst: float) -> NDArray[np.float64]:

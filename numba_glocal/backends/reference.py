@@ -23,7 +23,7 @@ from .protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLev
 Float = NDArray[np.float64]
 Complex = NDArray[np.complex128]
 
-_CHUNK = 512
+_CHUNK = 128
 _TRIAL_LATTICE = Rotation.from_rotvec([-0.7, 0.9, 0.5]).as_matrix()
 """Axes of the lattice of trial shifts, in the reference's frame at the start pose."""
 
@@ -70,13 +70,14 @@ def transform_at(volume: Float, points: Float) -> Complex:
     """Transform of a volume, centre ``n // 2``, at any points (m, 3) in 1 / box: a direct sum over its voxels."""
     n = volume.shape[0]
     axis = np.arange(n) - n // 2
-    rows = np.asarray(volume, np.float64).reshape(-1, n)
+    columns = np.ascontiguousarray(np.asarray(volume, np.float64).reshape(-1, n).T)
     out = np.empty(len(points), np.complex128)
     for first in range(0, len(points), _CHUNK):
         part = points[first : first + _CHUNK]
         x, y, z = (np.exp(-2j * np.pi / n * np.outer(axis, part[:, i])) for i in range(3))
-        over_x = (rows @ x.real + 1j * (rows @ x.imag)).reshape(n, n, -1)
-        out[first : first + _CHUNK] = ((over_x * y).sum(1) * z).sum(0)
+        plane_waves = (z[:, None] * y[None]).reshape(n * n, len(part))
+        over_zy = (columns @ plane_waves.view(np.float64)).view(np.complex128)
+        out[first : first + _CHUNK] = (over_zy * x).sum(0)
     return out
 
 
@@ -338,23 +339,24 @@ class ReferenceSearchSession:
             return scale * (target - self._whitened_model(samples, *self._pose(x, rotation, shift_angst)))
 
         found = optimize.least_squares(residual, np.zeros(6), method="trf", xtol=1e-7, ftol=1e-11, gtol=1e-11, max_nfev=60)
-        x, evaluations = found.x, int(found.nfev)
+        evaluations = int(found.nfev)
 
-        def room(x: Float) -> float:
-            away = self._pose(x, rotation, shift_angst)[1] - anchor_angst
-            return float(self.setup.max_shift_angst**2 - away @ away) / self._voxel_angst**2
+        pose = self._pose(found.x, rotation, shift_angst)
+        away = pose[1] - anchor_angst
+        distance, limit = float(np.linalg.norm(away)), self.setup.max_shift_angst
+        if distance > limit:
+            # the best allowed shift lies on the limit's sphere: its direction is sought in the tangent plane of where the free optimum lies
+            outward = away / distance
+            tangent = np.linalg.svd(outward[None])[2][1:]
 
-        if np.isfinite(self.setup.max_shift_angst) and room(x) < 0:
-            inside = np.append(x[:3], 0.0 * x[3:])
-            bounded = optimize.minimize(
-                lambda x: float((residual(x) ** 2).sum()),
-                inside,
-                method="SLSQP",
-                constraints={"type": "ineq", "fun": room},
-                options={"ftol": 1e-13, "maxiter": 100},
+            def bounded_pose(x: Float) -> tuple[Float, Float]:
+                direction = outward + x[3:5] @ tangent
+                return self._pose(np.append(x[:3], np.zeros(3)), pose[0], anchor_angst + limit * direction / np.linalg.norm(direction))
+
+            bounded = optimize.least_squares(
+                lambda x: scale * (target - self._whitened_model(samples, *bounded_pose(x))), np.zeros(5), xtol=1e-7, ftol=1e-11, gtol=1e-11, max_nfev=60
             )
-            x, evaluations = bounded.x, evaluations + int(bounded.nfev)
-        pose = self._pose(x, rotation, shift_angst)
+            pose, evaluations = bounded_pose(bounded.x), evaluations + int(bounded.nfev)
         num, den = self.sums(samples, samples.data, *pose)
         return 2.0 * num - den, *pose, evaluations
 
