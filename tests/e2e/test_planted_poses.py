@@ -25,8 +25,8 @@ def test_uncertainties_are_true(planted, planted_run, pose_errors):
     table = gemmi.cif.read(str(planted_run / "particles.star")).find_block("particles").find(["_ngAngleSigmaDeg", "_ngShiftSigmaAngst"])
     sigma = np.array([[float(v) for v in row] for row in table])
     # root mean square over three axes against a length in three dimensions
-    assert 0.5 < np.sqrt((angles_deg**2).mean() / 3) / np.sqrt((sigma[:, 0] ** 2).mean()) < 2
-    assert 0.5 < np.sqrt((distances_angst**2).mean() / 3) / np.sqrt((sigma[:, 1] ** 2).mean()) < 2
+    assert 0.75 < np.sqrt((angles_deg**2).mean() / 3) / np.sqrt((sigma[:, 0] ** 2).mean()) < 1.4  # seen: 1.10
+    assert 0.75 < np.sqrt((distances_angst**2).mean() / 3) / np.sqrt((sigma[:, 1] ** 2).mean()) < 1.4  # seen: 0.95
 
 
 def test_average_is_the_object(planted, planted_run, tools):
@@ -35,7 +35,7 @@ def test_average_is_the_object(planted, planted_run, tools):
     resolution = json.loads((planted_run / "summary.json").read_text())["resolution_angst"]
     shell = round(48 * 9.0667 / resolution)
     # at an honest FSC of 0.143 between halves a map of all particles correlates with the truth by 0.5
-    assert shell >= 12 and 0.3 < found[shell] and found[1:10].min() > 0.9
+    assert shell >= 12 and 0.35 < found[shell] and found[1:10].min() > 0.9
 
 
 @pytest.mark.parametrize("score", ["ncc", "flcf"])
@@ -44,4 +44,5 @@ def test_other_scores_find_the_poses_too(planted, command, pose_errors, tmp_path
     command("align", planted / "start.star", "-o", tmp_path / "run", "--reference", planted / "truth.mrc", *arguments)
     angles_deg, distances_angst = pose_errors(planted / "truth.star", tmp_path / "run" / "particles.star")
     assert len(angles_deg) == 16
-    assert np.median(angles_deg) < 3 and np.median(distances_angst) < 6
+    assert np.median(angles_deg) < 0.6 and np.median(distances_angst) < 0.7  # seen: 0.39 degrees, 0.43 A
+    assert angles_deg.max() < 5
