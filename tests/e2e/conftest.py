@@ -12,6 +12,12 @@ import mrcfile
 import numpy as np
 import pytest
 
+from numba_glocal.execution.executors import SerialExecutor
+from numba_glocal.execution.tasks import start_worker
+from numba_glocal.job import prepare_job
+from numba_glocal.refinement import Refinement
+from numba_glocal.results import RunFolder
+from numba_glocal.settings import AlignSettings
 from numba_glocal.simulation import SimulationSettings, simulate
 
 START = (sys.executable, "-c", "from numba_glocal.cli import main; main()")
@@ -83,6 +89,38 @@ def planted_run(planted, command, tmp_path_factory):
 def small(tmp_path_factory):
     """22 particles of the built-in phantom in small boxes: for what does not depend on the data."""
     return simulate(tmp_path_factory.mktemp("small"), SimulationSettings(count=22, box_size=24, pixel_size_angst=14.0, snr=0.3, seed=5))
+
+
+class Silent:
+    """A stage that shows nothing."""
+
+    def __init__(self, *_):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def advance(self, count=1):
+        pass
+
+
+@pytest.fixture(scope="session")
+def align_here():
+    """Aligns within this process: the whole loop, no pool, no command line."""
+
+    def align_here(particles, output, **settings):
+        settings = AlignSettings(str(particles), str(output), **settings)
+        job, folder = prepare_job(settings), RunFolder(Path(output))
+        folder.create(settings, [])
+        with SerialExecutor(initializer=start_worker) as executor:
+            loop = Refinement(job, executor, folder, Silent)
+            loop.finish(loop.run())
+        return job
+
+    return align_here
 
 
 def read_map(path):
