@@ -11,8 +11,10 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,87 @@ def compare(variants: dict[str, Callable[[], Any]], repeats: int, warm_up: bool 
         name: {"first_s": first.get(name), "min_s": min(times), "median_s": statistics.median(times), "repeats": repeats}
         for name, times in seconds.items()
     }
+
+
+@dataclass
+class Watched:
+    """What was seen of one process.
+
+    Attributes
+    ----------
+    command : str
+    peak_bytes : int
+        High-water mark of resident memory, by the kernel's own account.
+    cpu_s : float
+    """
+
+    command: str
+    peak_bytes: int = 0
+    cpu_s: float = 0.0
+
+
+@dataclass
+class TreeWatch:
+    """Memory and CPU seconds of a process and all its descendants, read from `/proc` every 30 ms while in its `with` block.
+
+    Attributes
+    ----------
+    processes : dict of pid to Watched
+    cpu_at : list of (time.time(), CPU seconds of the whole tree so far)
+    """
+
+    root: int
+    processes: dict[int, Watched] = field(default_factory=dict)
+    cpu_at: list[tuple[float, float]] = field(default_factory=list)
+
+    def __enter__(self) -> TreeWatch:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def cpu_between(self, begin: float, end: float) -> float:
+        """CPU seconds between two times (`time.time()`), linear between the readings."""
+
+        def at(moment: float) -> float:
+            before = [entry for entry in self.cpu_at if entry[0] <= moment]
+            after = [entry for entry in self.cpu_at if entry[0] > moment]
+            if not before or not after:
+                return (before or after)[-1 if before else 0][1] if self.cpu_at else 0.0
+            (t0, c0), (t1, c1) = before[-1], after[0]
+            return c0 + (c1 - c0) * (moment - t0) / (t1 - t0)
+
+        return at(end) - at(begin)
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.03):
+            self.look()
+
+    def look(self) -> None:
+        """Reads once."""
+        waiting = [self.root]
+        while waiting:
+            pid = waiting.pop()
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                # after the name in parentheses: state is field 3, utime and stime are 14 and 15
+                numbers = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+                status = Path(f"/proc/{pid}/status").read_text()
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    waiting += [int(child) for child in (task / "children").read_text().split()]
+            except OSError:  # it has just ended
+                continue
+            seen = self.processes.setdefault(pid, Watched(command))
+            seen.command = command or seen.command
+            seen.cpu_s = max(seen.cpu_s, (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK"))
+            for line in status.splitlines():
+                if line.startswith("VmHWM:"):
+                    seen.peak_bytes = max(seen.peak_bytes, int(line.split()[1]) * 1024)
+        self.cpu_at.append((time.time(), sum(seen.cpu_s for seen in self.processes.values())))
 
 
 def processor() -> str:
@@ -183,7 +266,7 @@ def prototype_functions(shared: Path, names: Sequence[str]) -> dict[str, Any]:
 
     path = shared / "design" / "prototypes" / "cpu_whole_loop.py"
     tree = ast.parse(path.read_text())
-    wanted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    wanted: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
     space: dict[str, Any] = {"np": numpy, "nb": numba}
     exec(compile(ast.Module(wanted, []), str(path), "exec"), space)
     return {name: space[name] for name in names}

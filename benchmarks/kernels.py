@@ -266,7 +266,7 @@ def against_classical(
         session.close()
     facts = {"box": box, "k_max": k_max, "window_voxels": window_voxels, "rotations": len(rotations), "particles": n_particles}
     error = float(np.median(np.concatenate(errors)))
-    seconds = {
+    seconds: dict[str, Measured] = {
         "ours": {"first_s": first_s, "min_s": min(ours), "median_s": float(np.median(ours)), "repeats": repeats},
         "rotate and four transforms": {"first_s": None, "min_s": min(theirs), "median_s": float(np.median(theirs)), "repeats": len(theirs)},
     }

@@ -1,0 +1,103 @@
+"""Peak memory of a worker and of the parent for more and more particles, with a small cache: it must follow box, chunk and budget alone.
+
+    python benchmarks/memory.py [FOLDER] [--counts 100 400 1600]
+
+Longer lists are made of the simulated set's particles under other names (links).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, ROOT, TreeWatch, environment, make_set_a, need_shared, program, show, write_results
+
+CACHE_GIB = 0.25
+MIB = 2.0**20
+
+Measured = dict[str, Any]
+
+
+def longer_list(source: Path, folder: Path, count: int) -> Path:
+    """A list of `count` particles in `folder`: those of ``source/start.star`` again and again, each under a name of its own."""
+    lines = (source / "start.star").read_text().splitlines()
+    rows = [line for line in lines if ".mrc" in line]
+    head = lines[: lines.index(rows[0])]
+    columns = [line.split()[0] for line in head[max(i for i, line in enumerate(head) if line.startswith("loop_")) :] if line.startswith("_")]
+    name = columns.index("_rlnImageName")
+    (folder / "particles").mkdir(parents=True)
+    written = []
+    for i in range(count):
+        words = rows[i % len(rows)].split()
+        link = folder / "particles" / f"p{i:06d}.mrc"
+        link.symlink_to((source / words[name]).resolve())
+        words = [str((source / word).resolve()) if ".mrc" in word and place != name else word for place, word in enumerate(words)]
+        words[name] = f"particles/{link.name}"
+        written.append(" ".join(words))
+    path = folder / "start.star"
+    path.write_text("\n".join([*head, *written]) + "\n")
+    return path
+
+
+def run(data: Path, folder: Path, count: int, cores: int, options: list[str]) -> Measured:
+    """Peaks of one run of one iteration."""
+    particles = longer_list(data, folder, count)
+    command = [*program(), "align", str(particles), "--reference", str(data / "truth.mrc"), "-o", str(folder / "run"), "--quiet"]
+    command += ["--iterations", "1", "--cache-gib", f"{CACHE_GIB:g}", "--cpu-procs", str(cores), *options]
+    begun = time.time()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    with TreeWatch(process.pid) as watch:
+        _, problem = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {problem}")
+    parent = watch.processes[process.pid]
+    workers = [seen for pid, seen in watch.processes.items() if pid != process.pid and "worker.py" in seen.command]
+    return {
+        "benchmark": "memory",
+        "particles": count,
+        "workers": len(workers),
+        "cache_gib": CACHE_GIB,
+        "worker_peak_mib": max(seen.peak_bytes for seen in workers) / MIB,
+        "parent_peak_mib": parent.peak_bytes / MIB,
+        "wall_s": time.time() - begun,
+        "cpu_s": watch.cpu_at[-1][1],
+    }
+
+
+NOTES = (
+    "High-water marks of resident memory (VmHWM) of the parent and of the larger worker; boxes of 64, one iteration at the full band"
+    " (search, refinement, averages, FSC), --cache-gib 0.25. Interpreter and libraries are about 170 MiB of each."
+)
+
+
+def main(arguments: list[str] | None = None, folder: Path = RESULTS) -> None:
+    """Runs the lists and writes ``memory.json``."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", nargs="?", type=Path, default=ROOT / "benchmarks" / "data" / "setA", help="the simulated set; made where absent")
+    parser.add_argument("--counts", nargs="+", type=int, default=[100, 400, 1600])
+    parser.add_argument("--quick", action="store_true", help="the set as it is, low band: does it run?")
+    options = parser.parse_args(arguments)
+    about = environment()
+    rows = []
+    scratch = Path(tempfile.mkdtemp(prefix="glocal_bench_"))
+    try:
+        if options.quick:
+            rows.append(run(options.data, scratch / "quick", 20, 1, ["--angle-shells", "1", "--initial-lowpass", "80"]))
+        else:
+            make_set_a(options.data, need_shared())
+            for count in options.counts:
+                full_band = ["--particle-diameter", "360", "--initial-lowpass", "15", "--angle-shells", "2"]
+                rows.append(run(options.data, scratch / str(count), count, min(2, about["cores_used"]), full_band))
+                show(rows[-1:])
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    write_results("memory", rows, about, NOTES, folder)
+
+
+if __name__ == "__main__":
+    main()

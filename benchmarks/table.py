@@ -1,0 +1,140 @@
+"""Writes the tables of the README from the results: what stands between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->` is replaced.
+
+python benchmarks/table.py [README.md]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, ROOT
+
+Measured = dict[str, Any]
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A table; the first column to the left, numbers to the right."""
+    align = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, align, *rows))
+
+
+def duration(seconds: float) -> str:
+    """Seconds with three digits and a unit that suits them."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1.0 or unit == "us":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError
+
+
+def times(ratio: float) -> str:
+    """A ratio, two digits."""
+    return f"{ratio:.2g} x" if ratio < 10 else f"{ratio:.0f} x"
+
+
+def _select(results: Measured, **wanted: Any) -> list[Measured]:
+    return [row for row in results["rows"] if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def kernels_table(results: Measured) -> str:
+    """Kernels and the search, against what they are compared with; then the search against its alternatives."""
+    rows = []
+    for benchmark, what in (("gather", "gather"), ("normal equations", "normal equations"), ("insert", "insertion")):
+        ours, *others = _select(results, benchmark=benchmark)
+        if others:
+            other = others[0]
+            name = f"{what}, {ours['samples']:,} samples"
+            rows.append([name, duration(ours["min_s"]), f"prototype: {duration(other['min_s'])}", times(other["ours_faster"])])
+    for other in _select(results, benchmark="search", variant="rotate and four transforms"):
+        ours = _select(results, benchmark="search", variant="ours")[0]
+        name = f"search, a particle and rotation, band {ours['k_max']}, shifts within {ours['window_voxels']} voxels"
+        rows.append([name, duration(ours["min_s"]), f"rotation and four FFTs: {duration(other['min_s'])}", times(other["ours_faster"])])
+    parts = [markdown(["one core", "ours", "against", "faster"], rows)]
+    compared = []
+    for ours in _select(results, benchmark="alternatives", variant="ours"):
+        same = {key: ours[key] for key in ("k_max", "window_voxels")}
+        cells = [str(ours["k_max"]), f"{ours['window_voxels']}", str(ours["shifts"]), duration(ours["min_s"])]
+        for variant in ("matrix products", "band transform"):
+            other = _select(results, benchmark="alternatives", variant=variant, **same)[0]
+            cells.append(f"{duration(other['min_s'])} ({times(other['ours_faster'])})")
+        compared.append(cells)
+    if compared:
+        head = ["band", "shifts within (voxels)", "shifts", "ours", "matrix products", "transform of the band"]
+        parts.append("The search's alternatives, a particle and rotation:\n\n" + markdown(head, compared))
+    return "\n\n".join(parts)
+
+
+def iteration_table(results: Measured) -> str:
+    """Compared iterations, then whole runs with the errors they end with."""
+    rows = []
+    for row in _select(results, benchmark="comparison"):
+        ratio = f"{times(row['ours_faster_stages'])} ({times(row['ours_faster'])})"
+        cells = [f"{row['ours']}, band {row['ours_band']:.0f}", duration(row["ours_min_s"])]
+        rows.append([*cells, f"{duration(row['prototype_stages_min_s'])} ({duration(row['prototype_min_s'])})", ratio, times(row["ours_less_cpu"])])
+    parts = []
+    if rows:
+        parts.append(markdown(["an iteration", "ours", "prototype: stages (whole)", "faster", "less CPU time"], rows))
+    runs = []
+    for program, variant in (("ours", "defaults, cold"), ("ours", "defaults"), ("prototype", "prototype"), ("ours", "quick")):
+        found = sorted(_select(results, benchmark="run", program=program, variant=variant), key=lambda row: row["wall_s"])
+        if found:
+            row = found[0]
+            cells = [f"{row['iterations']}", duration(row["wall_s"]), duration(row["cpu_s"])]
+            cells.append(duration(row["workers_ready_after_s"]) if row.get("workers_ready_after_s") else "")
+            runs.append([f"{program}: {variant}", *cells, f"{row['median_deg']:.2f} / {row['max_deg']:.2f}", f"{row['median_angst']:.2f}"])
+    head = ["whole run", "iterations", "wall", "CPU", "of it until workers were ready", "median / largest error (degrees)", "median error (A)"]
+    return "\n\n".join([*parts, markdown(head, runs)])
+
+
+def memory_table(results: Measured) -> str:
+    """Peaks by number of particles."""
+    rows = [
+        [str(row["particles"]), f"{row['worker_peak_mib']:.0f} MiB", f"{row['parent_peak_mib']:.0f} MiB", duration(row["wall_s"])]
+        for row in _select(results, benchmark="memory")
+    ]
+    return markdown(["particles", "a worker's peak", "the parent's peak", "wall"], rows)
+
+
+TABLES: dict[str, Callable[[Measured], str]] = {"kernels": kernels_table, "iteration": iteration_table, "memory": memory_table}
+
+
+def table(name: str, folder: Path = RESULTS) -> str | None:
+    """The table of one benchmark with a line on where it was measured; None without results."""
+    path = folder / f"{name}.json"
+    if name not in TABLES or not path.is_file():
+        return None
+    results = json.loads(path.read_text())
+    about = results["environment"]
+    where = f"{about['processor']} ({about['vectors']}), {about['cores_used']} cores; commit {about['commit']}, {about['date']}; `{about['command']}`"
+    return f"{TABLES[name](results)}\n\n{where}"
+
+
+def fill(text: str, folder: Path = RESULTS) -> str:
+    """The text with the tables for which there are results."""
+
+    def replaced(found: re.Match[str]) -> str:
+        new = table(found[2], folder)
+        return found[0] if new is None else f"{found[1]}\n{new}\n{found[4]}"
+
+    return re.sub(r"(<!-- benchmark:([\w-]+) -->)(.*?)(<!-- /benchmark -->)", replaced, text, flags=re.DOTALL)
+
+
+def main(arguments: list[str]) -> None:
+    """Rewrites the file in place where something changed."""
+    path = Path(arguments[0]) if arguments else ROOT / "README.md"
+    if not path.is_file():
+        print(f"{path}: not found")
+        return
+    old = path.read_text()
+    new = fill(old)
+    if new != old:
+        path.write_text(new)
+    print(f"{path}: {'tables renewed' if new != old else 'nothing changed'}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,119 @@
+"""The benchmarks run on tiny problems, compare things that agree, and fill the README's tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from numba_glocal.simulation import SimulationSettings, simulate
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def load(name: str) -> ModuleType:
+    """A benchmark as a module, without leaving its folder on the path."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen small particles with known poses, in files named as the large set's; their boxes are as wide as its."""
+    folder = tmp_path_factory.mktemp("tiny")
+    simulate(folder, SimulationSettings(count=16, box_size=24, pixel_size_angst=64 * 6.8 / 24, snr=0.5, perturb_deg=4.0, shift_angst=5.0))
+    (folder / "truth.mrc").symlink_to(folder / "reference.mrc")
+    return folder
+
+
+def test_kernels(tmp_path: Path) -> None:
+    load("kernels").main(["--quick"], tmp_path)
+    results = json.loads((tmp_path / "kernels.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert {row["benchmark"] for row in results["rows"]} >= {"search", "alternatives"}
+    assert all(row["min_s"] > 0 for row in results["rows"])
+    environment = results["environment"]
+    assert environment["processor"] and environment["versions"]["numba"] and environment["commit"] and environment["date"]
+
+
+def test_matrix_products_find_what_the_search_finds() -> None:
+    """Both score the same rotations and shifts: the comparison of their speed is one of equals."""
+    kernels = load("kernels")
+    problem = kernels.SearchProblem(24, 8, 4)
+    rotations = kernels.small_rotations(6.0, 1)
+    level = problem.level(rotations, 2.0, keep=len(rotations))
+    _, _, best = kernels.matrix_product(problem, level, 4, 10**6)
+    session = problem.session()
+    problem.load(session, 0, 4)
+    starts = kernels.as_candidates(np.repeat(np.eye(3)[None], 4, 0), np.zeros((4, 3)))
+    found = session.search(starts, np.zeros((4, 3)), problem.level(rotations, 2.0, keep=1))
+    # ml is 2 num - den2, and den2 is nearly the same for all rotations: the winner's num is the best but for that
+    for p in range(4):
+        row = int(np.argmin(np.linalg.norm(rotations - found.rotations[p, 0], axis=(1, 2))))
+        assert best[row, p] >= best[:, p].max() * 0.97
+
+
+def test_prototype_agrees(shared: Path) -> None:
+    """`prototype_kernels` raises where the two compute different things."""
+    rows = load("kernels").prototype_kernels(shared, 24, 8, 1)
+    assert [row["variant"] for row in rows if row["benchmark"] == "gather"][:2] == ["ours", "prototype"]
+
+
+@pytest.mark.slow
+def test_iteration(tiny_set: Path, shared: Path, tmp_path: Path) -> None:
+    """A run's rows hold what the tables show, and the poses are found: its own errors, judged by the independent tool."""
+    load("iteration").main([str(tiny_set), "--quick"], tmp_path)
+    whole, first = json.loads((tmp_path / "iteration.json").read_text())["rows"]
+    assert whole["benchmark"] == "run" and whole["iterations"] == 1 and 0 < whole["workers_ready_after_s"] < whole["wall_s"]
+    assert 0 < first["cpu_s"] < whole["cpu_s"] and first["averages_s"] > 0
+    assert first["seconds"] >= first["noise_s"] + first["align_s"] + first["averages_s"] - 0.01
+    assert whole["median_deg"] < 2.5
+    assert "ours: quick" in load("table").table("iteration", tmp_path)
+
+
+def test_memory(tiny_set: Path, tmp_path: Path) -> None:
+    load("memory").main([str(tiny_set), "--quick"], tmp_path)
+    (row,) = json.loads((tmp_path / "memory.json").read_text())["rows"]
+    assert row["particles"] == 20 and row["workers"] == 1
+    assert 50 < row["worker_peak_mib"] < 2000 and 50 < row["parent_peak_mib"] < 2000
+
+
+def test_tree_watch_sees_children() -> None:
+    """Memory and CPU time of a grandchild count."""
+    common = load("common")
+    busy = "import time; x = bytearray(80 << 20); t = time.process_time()\nwhile time.process_time() - t < 0.3: pass"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
+    begun = time.time()
+    process = subprocess.Popen([sys.executable, "-c", parent])
+    with common.TreeWatch(process.pid) as watch:
+        process.wait()
+    assert len(watch.processes) == 2
+    grandchild = next(seen for pid, seen in watch.processes.items() if pid != process.pid)
+    assert grandchild.peak_bytes > 80 << 20
+    assert 0.2 < watch.cpu_between(begun, time.time()) < 2.0
+
+
+def test_table_fills_markers(tmp_path: Path) -> None:
+    table = load("table")
+    environment = {"processor": "P", "vectors": "V", "cores_used": 2, "commit": "abc", "date": "today", "command": "c"}
+    rows = [{"benchmark": "memory", "particles": 100, "worker_peak_mib": 512.4, "parent_peak_mib": 300.0, "wall_s": 0.5}]
+    (tmp_path / "memory.json").write_text(json.dumps({"environment": environment, "rows": rows}))
+    text = "a\n<!-- benchmark:memory -->\nold\n<!-- /benchmark -->\nb\n<!-- benchmark:other -->kept<!-- /benchmark -->\n"
+    filled = table.fill(text, tmp_path)
+    assert "| 100 | 512 MiB | 300 MiB | 500 ms |" in filled and "old" not in filled
+    assert filled.startswith("a\n<!-- benchmark:memory -->\n") and filled.endswith("b\n<!-- benchmark:other -->kept<!-- /benchmark -->\n")
+    assert table.fill(filled, tmp_path) == filled
