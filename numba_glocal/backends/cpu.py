@@ -208,7 +208,7 @@ class CPUSearchSession:
     def search(self, starts: Candidates, anchor_angst: NDArray[np.float64], level: SearchLevel) -> Candidates:
         """Scores every rotation and shift of the level around every start; keeps the best that are apart."""
         grid = self.setup.grid
-        k_max = min(level.k_max, float(self._reach))
+        k_max = min(level.k_max, self.setup.k_max, float(self._reach))
         band = lines.line_band(k_max, self.setup.k_min)
         radius = float(angst_to_voxels(level.shift_radius_angst, grid.pixel_size_angst, grid.box_size, self._n))
         step = float(angst_to_voxels(level.shift_step_angst, grid.pixel_size_angst, grid.box_size, self._n))
@@ -403,7 +403,7 @@ class CPUSearchSession:
 
         def under_mask(v: NDArray[Any]) -> NDArray[Any]:
             # correlation with the mask; both are centred, so the result's zero shift is its centre
-            return np.fft.fftshift(np.fft.ifftshift(centred_irfftn(centred_rfftn(v) * np.conj(mask), n))) / count
+            return centred_irfftn(centred_rfftn(v) * np.conj(mask), n) / count
 
         variance = under_mask(x * x) - under_mask(x) ** 2
         sigma = np.sqrt(np.maximum(variance, 1e-12 * max(float(variance.max()), 1e-30))).astype(np.float32)
@@ -664,9 +664,7 @@ class CPUSumSession:
                 numerator,
                 denominator,
             )
-            kernels.insert(
-                self._sums, 2 * self._offset + 1, self._offset, band.k, _matrix(rotations[index]), _SCALE, numerator, denominator
-            )
+            kernels.insert(self._sums, 2 * self._offset + 1, self._offset, band.k, _matrix(rotations[index]), _SCALE, numerator, denominator)
             self._count += 1
         return bad
 
@@ -693,14 +691,12 @@ def unpack_normal_equations(sums: NDArray[np.float64]) -> tuple[NDArray[np.float
     return hessian, sums[21:27].copy()
 
 
-def limited_step(
-    hessian: NDArray[np.float64], gradient: NDArray[np.float64], away: NDArray[np.float64], limit: float
-) -> NDArray[np.float64]:
+def limited_step(hessian: NDArray[np.float64], gradient: NDArray[np.float64], away: NDArray[np.float64], limit: float) -> NDArray[np.float64]:
     """The Newton step (6,) whose shift stays in a ball: greatest ``g.x - x.H x / 2`` with ``|away + x[3:]| <= limit``.
 
     Clipping the free step instead would leave a rotation that fits a shift which is not allowed.
     """
-    step = np.linalg.solve(hessian, gradient)
+    step = np.asarray(np.linalg.solve(hessian, gradient), np.float64)
     if float(np.linalg.norm(away + step[3:])) <= limit:
         return step
     on_shift = np.repeat([0.0, 1.0], 3)
@@ -708,7 +704,7 @@ def limited_step(
     low, high = 0.0, float(np.trace(hessian[3:, 3:]))  # bounds of the multiplier of the limit
     for _ in range(60):
         middle = high if low == 0.0 else 0.5 * (low + high)
-        step = np.linalg.solve(hessian + np.diag(middle * on_shift), gradient - middle * pull)
+        step = np.asarray(np.linalg.solve(hessian + np.diag(middle * on_shift), gradient - middle * pull), np.float64)
         distance = float(np.linalg.norm(away + step[3:]))
         if abs(distance - limit) <= 1e-6 * limit:
             break

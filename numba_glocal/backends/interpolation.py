@@ -13,6 +13,7 @@ import numba as nb
 import numpy as np
 
 from .simd import (
+    FAST,
     LANES,
     add,
     broadcast4,
@@ -38,8 +39,8 @@ BLOCK = 256
 N_SUMS = 32
 """Rows of sums of the refinement kernel (see `normal_equations`)."""
 
-_njit = nb.njit(fastmath=True, nogil=True, cache=True)
-_inline = nb.njit(fastmath=True, nogil=True, cache=True, inline="always")
+_njit = nb.njit(fastmath=FAST, nogil=True, cache=True)
+_inline = nb.njit(fastmath=FAST, nogil=True, cache=True, inline="always")
 
 
 @_njit
@@ -130,9 +131,7 @@ def phase_tables(shift, top, tables):
 
 
 @_njit
-def turn(
-    spectrum, n, c, weight, table, table_scale, inv_sigma2, radius, points, lattice, point_weight, matrix, tables, scale, column, den_weight
-):
+def turn(spectrum, n, c, weight, table, table_scale, inv_sigma2, radius, points, lattice, point_weight, matrix, tables, scale, column, den_weight):
     """One particle in the reference's frame: the column ``Y = w C X`` and the weights ``D = w C^2`` (docs/scoring.md, 3).
 
     Parameters

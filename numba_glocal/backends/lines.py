@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from ..geometry import rotvec_to_matrix
 from .simd import (
+    FAST,
     LANES,
     add,
     broadcast4,
@@ -41,7 +42,7 @@ from .simd import (
     zero16,
 )
 
-_njit = nb.njit(fastmath=True, nogil=True, cache=True)
+_njit = nb.njit(fastmath=FAST, nogil=True, cache=True)
 
 GENERIC_ROTATION = rotvec_to_matrix(np.array([-0.7, 0.9, 0.5]))
 """G. On the nodes of the padded grid the sinc^2 correction overshoots (identity: 6 % too much power); a turned lattice sees its mean."""

@@ -354,7 +354,12 @@ class ReferenceSearchSession:
                 return self._pose(np.append(x[:3], np.zeros(3)), pose[0], anchor_angst + limit * direction / np.linalg.norm(direction))
 
             bounded = optimize.least_squares(
-                lambda x: scale * (target - self._whitened_model(samples, *bounded_pose(x))), np.zeros(5), xtol=1e-7, ftol=1e-11, gtol=1e-11, max_nfev=60
+                lambda x: scale * (target - self._whitened_model(samples, *bounded_pose(x))),
+                np.zeros(5),
+                xtol=1e-7,
+                ftol=1e-11,
+                gtol=1e-11,
+                max_nfev=60,
             )
             pose, evaluations = bounded_pose(bounded.x), evaluations + int(bounded.nfev)
         num, den = self.sums(samples, samples.data, *pose)

@@ -15,6 +15,9 @@ from numba.core import cgutils, types
 from numba.core.datamodel import models
 from numba.core.extending import intrinsic, register_model
 
+FAST = {"nsz", "arcp", "contract", "afn", "reassoc"}
+"""Fast-math flags of the kernels: any order of operations, but infinities stay what they are (-inf marks what must not be chosen)."""
+
 LANES = 16
 """Lanes of the wide vector; the number of rotations that the search kernel works on at a time."""
 

@@ -154,7 +154,16 @@ def rim_voxels(case: Any, a: Any, b: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("n", "weight", "gamma"),
-    [(16, "none", 0.0), (16, "wedge", 0.0), (16, "ctf2", 0.0), (16, "ctf2", 1.0), (16, "ctf", 0.0), (16, "ctf", 1.0), (15, "wedge", 0.0), (20, "wedge", 0.0)],
+    [
+        (16, "none", 0.0),
+        (16, "wedge", 0.0),
+        (16, "ctf2", 0.0),
+        (16, "ctf2", 1.0),
+        (16, "ctf", 0.0),
+        (16, "ctf", 1.0),
+        (15, "wedge", 0.0),
+        (20, "wedge", 0.0),
+    ],
 )
 def test_refinement_finds_the_exact_optimum(make_backend, make_case, n, weight, gamma):
     case = make_case(n, weight, gamma=gamma, particles=2, noise=2.0)

@@ -47,7 +47,9 @@ def test_grid_band_has_each_friedel_pair_once(n, k_max):
     both = {tuple(row) for row in np.concatenate([k, -k]).tolist()}
     assert len(both) == 2 * len(k), "no sample twice, none its own partner"
     axis = range(-(n // 2), n // 2 + 1)
-    expected = {(x, y, z) for x in axis for y in axis for z in axis if 0 < x * x + y * y + z * z <= k_max**2 + 1e-6 and max(abs(x), abs(y), abs(z)) < n / 2}
+    expected = {
+        (x, y, z) for x in axis for y in axis for z in axis if 0 < x * x + y * y + z * z <= k_max**2 + 1e-6 and max(abs(x), abs(y), abs(z)) < n / 2
+    }
     assert both == expected
     spectrum = np.fft.rfftn(np.random.default_rng(1).normal(size=(n, n, n)))
     np.testing.assert_array_equal(spectrum.ravel()[band.index], spectrum[k[:, 2], k[:, 1], k[:, 0]])

@@ -82,7 +82,20 @@ def run_block(band: Any, cube: Any, flat: Any, columns: Any, box: int, multiplie
     scratch = np.full(lines.scratch_size(cube.steps, particles), np.nan, np.float32)  # what is not written must not be read
     best, row = np.empty((particles, lines.LANES), np.float32), np.empty((particles, lines.LANES), np.int32)
     lines.search_block(
-        flat, at, columns, band.line_start, band.line_length, band.plane_start, coefficients, cube.steps, cube.inside, multiplier, bias, scratch, best, row
+        flat,
+        at,
+        columns,
+        band.line_start,
+        band.line_length,
+        band.plane_start,
+        coefficients,
+        cube.steps,
+        cube.inside,
+        multiplier,
+        bias,
+        scratch,
+        best,
+        row,
     )
     return best, row
 
