@@ -1,0 +1,167 @@
+"""The same bits whoever computes them: any number of workers, any executor, stopped and resumed, or with a worker lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import gemmi
+import numpy as np
+import pytest
+
+RESULTS = ("half1.mrc", "half2.mrc", "average.mrc", "average_filtered.mrc", "particles.star", "fsc.star", "mask.mrc")
+
+
+def options(small, iterations=2):
+    return ["--reference", small.reference, "--particle-diameter", 200, "--initial-lowpass", 60, "--iterations", iterations]
+
+
+def bits(run):
+    """All results as bytes; a map's header holds the time it was written in its labels, which do not count."""
+    found = {}
+    for name in RESULTS:
+        data = (Path(run) / name).read_bytes()
+        found[name] = data if name.endswith("star") else data[:220] + data[1024:]
+    return found
+
+
+def same(one, other):
+    return [name for name in RESULTS if bits(one)[name] != bits(other)[name]] == []
+
+
+def events(run, kind):
+    lines = [json.loads(line) for line in (Path(run) / "events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == kind]
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def no_workers_left(run):
+    deadline = time.monotonic() + 10
+    pids = [event["pid"] for kind in ("started", "replaced") for event in events(run, kind)]
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return pids and not any(map(is_alive, pids))
+
+
+def wait_for(condition, process, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def whole(small, command, tmp_path_factory):
+    """A run that nothing happened to: two workers."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    command("align", small.start, "-o", run, *options(small), "--cpu-procs", 2)
+    return run
+
+
+@pytest.mark.parametrize("workers", [1, 5])
+def test_number_of_workers(small, whole, command, tmp_path, workers):
+    command("align", small.start, "-o", tmp_path / "run", *options(small), "--cpu-procs", workers)
+    assert len(events(tmp_path / "run", "ready")) == workers
+    assert same(whole, tmp_path / "run")
+    assert no_workers_left(tmp_path / "run")
+
+
+def test_no_pool_at_all(small, whole, align_here, tmp_path):
+    settings = {"reference": str(small.reference), "particle_diameter_angst": 200.0, "initial_lowpass_angst": 60.0, "iterations": 2}
+    align_here(small.start, tmp_path / "run", **settings)
+    assert same(whole, tmp_path / "run")
+
+
+@pytest.mark.parametrize(("particles", "workers"), [(11, 4), (4, 8)])
+def test_few_particles_and_many_workers(small, command, tmp_path, particles, workers):
+    lines = small.start.read_text().splitlines()
+    rows = [i for i, line in enumerate(lines) if "subtomo/" in line]
+    kept = small.start.parent / f"first_{particles}_{workers}.star"
+    kept.write_text("\n".join(line for i, line in enumerate(lines) if i not in rows[particles:]) + "\n")
+    command("align", kept, "-o", tmp_path / "run", *options(small, 1), "--cpu-procs", workers)
+    written = gemmi.cif.read(str(tmp_path / "run" / "particles.star")).find_block("particles")
+    scores = [float(v) for v in written.find_values("_ngScore")]
+    assert len(scores) == particles and all(score > 0 for score in scores)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["used"] == particles == sum(summary["half_counts"])
+
+
+def test_resume_after_an_iteration(small, whole, command, tmp_path):
+    run = tmp_path / "run"
+    command("align", small.start, "-o", run, *options(small, 1))
+    command("align", "-o", run, "--resume", "--iterations", 2)
+    assert same(whole, run)
+    assert len(json.loads((run / "summary.json").read_text())["iterations"]) == 2
+    refused = command("align", "-o", run, "--resume", code=2)
+    assert "2 finished iterations" in refused.stderr and "--iterations" in refused.stderr
+
+
+def test_ctrl_c_and_resume(small, whole, command, start_command, tmp_path):
+    run = tmp_path / "run"
+    process = start_command("align", small.start, "-o", run, *options(small))
+    wait_for((run / "iter_001" / "state.npz").exists, process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in errors and errors.splitlines()[-1].startswith("numba-glocal: interrupted")
+    assert not (run / "iter_002" / "state.npz").exists() and not (run / "average.mrc").exists()
+    assert no_workers_left(run)
+    command("align", "-o", run, "--resume")
+    assert same(whole, run)
+
+
+def test_killed_parent_and_resume(small, whole, command, start_command, tmp_path):
+    """kill -9 of the whole program: no worker stays behind, and the last finished iteration is good."""
+    run = tmp_path / "run"
+    process = start_command("align", small.start, "-o", run, *options(small))
+    wait_for((run / "iter_001" / "state.npz").exists, process)
+    process.kill()
+    process.communicate()
+    assert no_workers_left(run)
+    command("align", "-o", run, "--resume")
+    assert same(whole, run)
+
+
+def test_killed_worker_is_replaced(small, whole, start_command, tmp_path):
+    run = tmp_path / "run"
+    process = start_command("align", small.start, "-o", run, *options(small), "--cpu-procs", 2)
+    wait_for((run / "iter_000" / "reference2.npy").exists, process)
+    os.kill(events(run, "ready")[0]["pid"], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert len(events(run, "died")) == 1 and len(events(run, "replaced")) == 1
+    assert re.search(r"warning: worker \d: died .*(SIGKILL|signal 9)", errors)
+    assert same(whole, run)
+
+
+def test_run_stopped_between_its_last_iteration_and_its_end(small, whole, command, tmp_path):
+    """Every iteration is there, the results at the top are not: --resume writes them."""
+    run = tmp_path / "run"
+    command("align", small.start, "-o", run, *options(small))
+    for name in (*RESULTS, "summary.json", "report.html"):
+        (run / name).unlink()
+    command("align", "-o", run, "--resume")
+    assert same(whole, run)
+
+
+def test_job_file_of_a_run_reproduces_it(small, whole, command, tmp_path):
+    command("align", "--job", whole / "job.toml", "-o", tmp_path / "run")
+    assert same(whole, tmp_path / "run")
+
+
+def test_another_seed_changes_what_is_drawn_at_random(small, whole, command, tmp_path):
+    """The counterpart: `same` can tell two runs apart."""
+    command("align", "--job", whole / "job.toml", "-o", tmp_path / "run", "--split", "particle", "--seed", 3, "--iterations", 1)
+    assert not same(whole, tmp_path / "run")
+    assert np.isfinite(json.loads((tmp_path / "run" / "summary.json").read_text())["wall_seconds"])
