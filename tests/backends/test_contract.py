@@ -382,7 +382,8 @@ def test_max_shift_limits_search_and_refinement(make_backend, make_case):
     anchor = 1.5 * case.voxel_angst * np.array([[0.8, 0.0, 0.6], [0.0, -0.6, 0.8]])
     limit = 0.8 * case.voxel_angst
     free, bound = case, case.with_setup(max_shift_angst=limit)
-    start = as_candidates(case.starts.rotations[:, 0], anchor)
+    # the ball of trial shifts is not centred on the limit's: which places are allowed depends on their directions
+    start = as_candidates(case.starts.rotations[:, 0], anchor + 0.6 * case.voxel_angst * np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]))
     level = case.level(10, reach_deg=6.0, keep=1, shift_radius_angst=2.0 * case.voxel_angst, shift_step_angst=0.5 * case.voxel_angst)
     ends = []
     for backend in (make_backend(), ReferenceBackend()):
