@@ -1,0 +1,842 @@
+"""The CUDA backend: sessions over the kernels of `kernels` and `search`. See `numba_glocal.backends.protocols`."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import cuda
+from numba.core import config
+from numpy.typing import NDArray
+
+from ...errors import BadParticleError, DeviceError
+from ...fourier import PAD, GridBand, grid_band, max_band, padded_offset
+from ...masks import spherical_mask
+from ...noise import N_WEIGHT_BINS, TABLE_SIZE, WEIGHT_BIN_EDGES, ResidualPower
+from ...shifts import angst_to_voxels, voxels_to_angst
+from .. import lines
+from ..cache import ByteCache
+from ..cpu import CPUSearchSession, unpack_normal_equations
+from ..protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, WeightedSum, no_candidates
+from . import kernels
+from .search import TILE_ROTATIONS, coefficient_table, search_kernel, shift_groups
+
+_STOP_ANGLE_DEG = 0.02
+_STOP_SHIFT_ANGST = 0.02
+_MAX_STEPS = 8
+_MAX_ANGLE_STEP_DEG = 3.0
+_READERS = 4
+_POOL_SHARE = 0.6
+_WORK_SHARE = 0.15
+_SIMULATED_MEMORY = 256 << 20
+_SPARE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """What kernels need to know of one weight volume."""
+
+    row: int
+    maximum: float
+    signed: bool
+
+
+class _Weights:
+    """All weight volumes in use, on the device; the same array object is stored once."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.size = n * n * (n // 2 + 1)
+        self._known: dict[int, _Weight] = {}
+        self._kept: list[NDArray[np.float32]] = []
+        self._host_rows: list[NDArray[np.float32]] = []
+        self._device: Any = None
+        self._capacity = 0
+        self._filled = 0
+        self._facts: tuple[Any, Any, Any] | None = None
+
+    def add(self, weight: NDArray[np.float32]) -> _Weight:
+        """Row of a weight, uploaded on first sight."""
+        found = self._known.get(id(weight))
+        if found is not None:
+            return found
+        maximum = float(np.abs(weight).max())
+        row = _Weight(len(self._kept), maximum, bool(weight.min() < -0.05 * maximum))
+        self._known[id(weight)] = row
+        self._kept.append(weight)  # keeps the object, and with it its id, alive
+        self._facts = None
+        return row
+
+    def device(self) -> Any:
+        """Flat device array of all rows."""
+        if len(self._kept) > self._capacity:
+            capacity = max(16, 2 * len(self._kept))
+            bigger = cuda.device_array(capacity * self.size, np.float32)
+            if self._device is not None:
+                bigger[: self._filled * self.size].copy_to_device(self._device[: self._filled * self.size])
+            self._device, self._capacity = bigger, capacity
+        while self._filled < len(self._kept):
+            at = self._filled * self.size
+            self._device[at : at + self.size].copy_to_device(np.ascontiguousarray(self._kept[self._filled], np.float32).ravel())
+            self._filled += 1
+        return self._device
+
+    def facts(self) -> tuple[Any, Any, Any]:
+        """Per row, on the device: signed (int32), table scale, 1 / maximum."""
+        if self._facts is None:
+            rows = sorted(self._known.values(), key=lambda w: w.row)
+            signed = np.array([w.signed for w in rows], np.int32)
+            maximum = np.maximum(np.array([w.maximum for w in rows], np.float64), 1e-30)
+            self._facts = (
+                cuda.to_device(signed),
+                cuda.to_device(((TABLE_SIZE - 1) / maximum).astype(np.float32)),
+                cuda.to_device((1.0 / maximum).astype(np.float32)),
+            )
+        return self._facts
+
+    def any_in_band(self, weight: NDArray[np.float32], band: GridBand) -> bool:
+        """Whether anything is left in the band."""
+        return bool(np.any(weight.ravel()[band.index]))
+
+
+class _Slots:
+    """Slots of a pool, least recently used first out."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._slot_of: OrderedDict[Hashable, int] = OrderedDict()
+        self._facts: dict[Hashable, Any] = {}
+        self._free = list(range(capacity - 1, -1, -1))
+
+    def get(self, key: Hashable) -> tuple[int, Any] | None:
+        """Slot and facts of a particle that is there."""
+        if key not in self._slot_of:
+            return None
+        self._slot_of.move_to_end(key)
+        return self._slot_of[key], self._facts[key]
+
+    def take(self, key: Hashable, facts: Any, busy: set[int]) -> int:
+        """A slot for a new particle; those in `busy` are not taken away."""
+        if not self._free:
+            for old, slot in self._slot_of.items():
+                if slot not in busy:
+                    del self._slot_of[old], self._facts[old]
+                    self._free.append(slot)
+                    break
+            else:
+                raise DeviceError("the GPU's memory does not hold one chunk of particles; use fewer workers a GPU, --binning, or a larger --gpu-memory")
+        slot = self._free.pop()
+        self._slot_of[key], self._facts[key] = slot, facts
+        return slot
+
+
+def _free_bytes() -> int:
+    if config.ENABLE_CUDASIM:
+        return _SIMULATED_MEMORY
+    return int(cuda.current_context().get_memory_info().free)
+
+
+def _transform_matrices(n: int, reach: int, padded: bool) -> tuple[NDArray[np.complex64], NDArray[np.complex64]]:
+    """Transform along x (columns 0 ..) and along y or z (rows -.. to +..), sinc correction included where padded."""
+    x = np.arange(n) - n // 2
+    if padded:
+        c = padded_offset(reach)
+        scale, correction = PAD * n, np.sinc(x / (PAD * n)) ** 2
+    else:
+        c, scale, correction = reach, n, np.ones(n)
+    along = np.exp(-2j * np.pi / scale * np.outer(np.arange(-c, c + 1), x)) / correction
+    return along[c:].T.astype(np.complex64), along.astype(np.complex64)  # (n, c + 1), (2 c + 1, n)
+
+
+class _Transform:
+    """Cropped Fourier transforms of batches of real volumes by three products with DFT matrices: no FFT library is needed."""
+
+    def __init__(self, n: int, reach: int, padded: bool) -> None:
+        self.n = n
+        self.c = padded_offset(reach) if padded else reach
+        to_x, to_yz = _transform_matrices(n, reach, padded)
+        self._x = cuda.to_device(np.ascontiguousarray(to_x).view(np.float32).ravel())
+        self._yz = cuda.to_device(np.ascontiguousarray(to_yz).view(np.float32).ravel())
+        self.size = 2 * (2 * self.c + 1) ** 2 * (self.c + 1)
+        self._work: tuple[Any, Any] | None = None
+        self._batch = 0
+
+    def __call__(self, volumes: Any, count: int, out: Any) -> None:
+        """Transforms `count` volumes of a (p, n^3) device array into `out`, a flat device array of count * size."""
+        n, c = self.n, self.c
+        rows, columns = 2 * c + 1, c + 1
+        if self._work is None or self._batch < count:
+            self._work = None
+            self._work = cuda.device_array(count * n * n * columns * 2, np.float32), cuda.device_array(count * n * rows * columns * 2, np.float32)
+            self._batch = count
+        first, second = self._work
+        threads = (16, 16)
+
+        def launch(grid_rows: int, grid_columns: int, batch: int, *arguments: Any) -> None:
+            kernels.contract[(-(-grid_columns // 32), -(-grid_rows // 32), batch), threads](*arguments, grid_rows, grid_columns, n)
+
+        flat = volumes.reshape(volumes.size)
+        # along x: (n n, n) by (n, columns), a particle a batch
+        launch(n * n, columns, count, flat, n**3, n, 1, 0, self._x, 0, columns, 1, 1, first, n * n * columns, columns, 1)
+        # along y: (rows, n) by (n, columns), a z plane of a particle a batch
+        launch(rows, columns, count * n, self._yz, 0, n, 1, 1, first, n * columns, columns, 1, 1, second, rows * columns, columns, 1)
+        # along z: (rows, n) by (n, rows columns), a particle a batch
+        plane = rows * columns
+        launch(rows, plane, count, self._yz, 0, n, 1, 1, second, n * plane, plane, 1, 1, out, rows * plane, plane, 1)
+
+
+class _Pool:
+    """Prepared particles on the device: padded spectra and cubes, in slots.
+
+    Parameters
+    ----------
+    n : int
+        Worked box.
+    reach : int
+        Band of the padded spectra; 0: only cubes.
+    cube_reach : int
+        Band of the cubes.
+    unmasked : bool
+        Whether unmasked cubes and padded spectra are needed too (flcf).
+    budget_bytes : int
+    """
+
+    def __init__(self, n: int, reach: int, cube_reach: int, unmasked: bool, budget_bytes: int) -> None:
+        self.n, self.reach, self.cube_reach, self.unmasked = n, reach, cube_reach, unmasked
+        self.pad = _Transform(n, reach, True) if reach else None
+        self.cube = _Transform(n, cube_reach, False)
+        kinds = 2 if unmasked else 1
+        self.slot_bytes = 4 * kinds * ((self.pad.size if self.pad else 0) + self.cube.size)
+        capacity = int(max(8, min(budget_bytes // self.slot_bytes, 1 << 17)))
+        self.slots = _Slots(capacity)
+        self.batch = int(max(1, min(64, (256 << 20) // (8 * PAD * n**3 * 4))))
+        # a little room after the last slot: the four neighbours of a sample at the band's edge are read two by two
+        spare = _SPARE_BYTES // 4
+        self.spectra = [cuda.device_array(capacity * self.pad.size + spare, np.float32) for _ in range(kinds)] if self.pad else []
+        self.cubes = [cuda.device_array(capacity * self.cube.size + spare, np.float32) for _ in range(kinds)]
+        self._masked = cuda.device_array((self.batch, n**3), np.float32)
+        self._pinned = [np.empty((self.batch, n**3), np.float32) if config.ENABLE_CUDASIM else cuda.pinned_array((self.batch, n**3), np.float32)]
+
+    def prepare(self, volumes: list[NDArray[np.float32]], slots: list[int], mask: Any, outside: NDArray[np.bool_] | None) -> None:
+        """Uploads volumes, masks them (when there is a mask) and transforms them into their slots."""
+        for first in range(0, len(volumes), self.batch):
+            part = volumes[first : first + self.batch]
+            count = len(part)
+            staged = self._pinned[0]
+            levels = np.zeros(count, np.float32)
+            for i, volume in enumerate(part):
+                staged[i] = volume.reshape(-1)
+                if outside is not None:
+                    levels[i] = volume[outside].mean() if outside.any() else volume.mean()
+            raw = cuda.to_device(staged[:count])
+            kinds: list[Any] = [raw]
+            if mask is not None:
+                kernels.mask_particles[(-(-(self.n**3) // 256), count), 256](raw, mask, cuda.to_device(levels), self._masked[:count])
+                kinds = [self._masked]
+                if self.unmasked:
+                    level_only = cuda.device_array((count, self.n**3), np.float32)
+                    ones = cuda.to_device(np.ones(self.n**3, np.float32))
+                    kernels.mask_particles[(-(-(self.n**3) // 256), count), 256](raw, ones, cuda.to_device(levels), level_only)
+                    kinds.append(level_only)
+            for kind, source in enumerate(kinds):
+                self._into_slots(source, count, slots[first : first + count], self.cube, self.cubes[kind])
+                if self.pad is not None:
+                    self._into_slots(source, count, slots[first : first + count], self.pad, self.spectra[kind])
+
+    def _into_slots(self, source: Any, count: int, slots: list[int], transform: _Transform, pool: Any) -> None:
+        """Runs of neighbouring slots are written in place."""
+        start = 0
+        while start < count:
+            stop = start + 1
+            while stop < count and slots[stop] == slots[stop - 1] + 1:
+                stop += 1
+            at = slots[start] * transform.size
+            transform(source[start:stop], stop - start, pool[at : at + (stop - start) * transform.size])
+            start = stop
+
+
+def device_name() -> str:
+    """Name, UUID and compute capability of this process's GPU.
+
+    Raises
+    ------
+    DeviceError
+        No driver, no visible GPU, or a GPU that another process holds exclusively.
+    """
+    if config.ENABLE_CUDASIM:
+        return "CUDA simulator"
+    try:
+        device = cuda.get_current_device()
+        name = device.name.decode() if isinstance(device.name, bytes) else device.name
+        major, minor = device.compute_capability
+        cuda.current_context().get_memory_info()
+        return f"{name} ({device.uuid}, compute capability {major}.{minor})"
+    except Exception as problem:
+        raise DeviceError(f"the GPU cannot be used: {' '.join(str(problem).split())[:200]}") from None
+
+
+class CUDABackend:
+    """Scores, refines and sums particles on one GPU.
+
+    Parameters
+    ----------
+    memory_bytes : int, optional
+        Device memory this process may use; by default its share of what is free now.
+    share : int
+        Processes that share the GPU.
+    """
+
+    name = "cuda"
+
+    def __init__(self, memory_bytes: int | None = None, share: int = 1) -> None:
+        self.device = device_name()
+        free = _free_bytes()
+        self.memory_bytes = min(memory_bytes, free // share) if memory_bytes else free // share
+        self._pools: dict[str, tuple[Hashable, _Pool]] = {}
+        self._weights: dict[int, _Weights] = {}
+
+    def pool(self, kind: str, n: int, reach: int, cube_reach: int, unmasked: bool) -> _Pool:
+        """The pool of search or sum particles; another band or box makes a new one in its place."""
+        key = (n, reach, cube_reach, unmasked)
+        found = self._pools.get(kind)
+        if found is not None and found[0] == key:
+            return found[1]
+        self._pools.pop(kind, None)
+        share = _POOL_SHARE * (0.85 if kind == "search" else 0.15)
+        made = _Pool(n, reach, cube_reach, unmasked, int(self.memory_bytes * share))
+        self._pools[kind] = (key, made)
+        return made
+
+    def weights(self, n: int) -> _Weights:
+        """Weight volumes of a box."""
+        if n not in self._weights:
+            self._weights = {n: _Weights(n)}
+        return self._weights[n]
+
+    def open_search(self, setup: SearchSetup) -> CUDASearchSession:
+        """A session for one reference and half-set."""
+        return CUDASearchSession(self, setup)
+
+    def open_sum(self, setup: SumSetup) -> CUDASumSession:
+        """A session for sums."""
+        return CUDASumSession(self, setup)
+
+
+@dataclass(slots=True)
+class _BandOnDevice:
+    """Samples of a grid band: where they are in a cube and in a weight, k, shell."""
+
+    cube_index: Any
+    k: Any
+    weight_index: Any
+    shell: Any
+    size: int
+
+
+def _band_on_device(band: GridBand, chosen: NDArray[np.intp], cube_reach: int) -> _BandOnDevice:
+    k = band.k[chosen].astype(np.int32)
+    rows = 2 * cube_reach + 1
+    at = ((k[:, 2] + cube_reach) * rows + k[:, 1] + cube_reach) * (cube_reach + 1) + k[:, 0]
+    return _BandOnDevice(
+        cuda.to_device(at.astype(np.int32)),
+        cuda.to_device(np.ascontiguousarray(k.astype(np.int16)).ravel()),
+        cuda.to_device(band.index[chosen].astype(np.int32)),
+        cuda.to_device(band.shell[chosen].astype(np.int32)),
+        len(chosen),
+    )
+
+
+def _read_all(particles: ParticleBatch, wanted: list[int]) -> Any:
+    """(index, volume, weight) or (index, BadParticleError), read ahead by a few threads."""
+
+    def one(index: int) -> Any:
+        try:
+            return (index, *particles.read(index))
+        except BadParticleError as problem:
+            return index, problem
+
+    if len(wanted) < 4:
+        yield from map(one, wanted)
+        return
+    with ThreadPoolExecutor(_READERS) as readers:
+        yield from readers.map(one, wanted)
+
+
+class CUDASearchSession:
+    """See `protocols.SearchSession`."""
+
+    def __init__(self, backend: CUDABackend, setup: SearchSetup) -> None:
+        self.setup, self.backend = setup, backend
+        n = setup.grid.binned_box_size
+        self._n = n
+        self._reach = min(max_band(n), int(math.ceil(setup.k_max)))
+        self._offset = padded_offset(self._reach)
+        self._mask = spherical_mask(n, setup.particle_mask.radius_voxels, setup.particle_mask.soft_edge_voxels)
+        self._mask_mean_square = float((self._mask.astype(np.float64) ** 2).mean())
+        self._device_mask = cuda.to_device(self._mask.ravel())
+        self._outside = self._mask < 0.01
+        self._unmasked = setup.score == "flcf"
+        self._inverse_sigma2 = cuda.to_device(setup.noise.inverse_sigma2())
+        self._tables = cuda.to_device(np.stack([setup.noise.inverse_table(False), setup.noise.inverse_table(True)]))
+        transform = _Transform(n, self._reach, True)
+        self._reference = cuda.device_array(transform.size + _SPARE_BYTES // 4, np.float32)
+        transform(cuda.to_device(setup.reference.astype(np.float32).reshape(1, -1)), 1, self._reference[: transform.size])
+        self._band = grid_band(n, float(max_band(n)))
+        k_max = min(setup.k_max, float(self._reach))
+        inside = (self._band.radius2 <= k_max * k_max + 1e-6) & (self._band.radius2 >= setup.k_min**2 - 1e-6)
+        self._cube_reach = max_band(n)
+        self._samples = _band_on_device(self._band, np.flatnonzero(inside), self._cube_reach)
+        self._by_shell: tuple[_BandOnDevice, Any] | None = None
+        self._templates: ByteCache = ByteCache(int(backend.memory_bytes * 0.1))
+        self._lines: dict[float, tuple[Any, ...]] = {}
+        self._slots: NDArray[np.int32] = np.zeros(0, np.int32)
+        self._kinds: NDArray[np.int32] = np.zeros(0, np.int32)
+        self._usable: NDArray[np.bool_] = np.zeros(0, bool)
+        self._host: CPUSearchSession | None = None
+        self._batch: ParticleBatch | None = None
+
+    # -- particles ---------------------------------------------------------------------------------------------------
+
+    def load(self, particles: ParticleBatch) -> list[tuple[int, str]]:
+        """Uploads and transforms what the pool does not hold; returns (index, reason) of unusable particles."""
+        reach = min(max_band(self._n), -(-self._reach // 6) * 6)
+        pool = self.backend.pool("search", self._n, reach, self._cube_reach, self._unmasked)
+        weights = self.backend.weights(self._n)
+        self._pool = pool
+        count = len(particles.keys)
+        slots, kinds, usable = np.zeros(count, np.int32), np.zeros(count, np.int32), np.ones(count, bool)
+        bad: list[tuple[int, str]] = []
+        busy: set[int] = set()
+        missing = []
+        for index, name in enumerate(particles.keys):
+            found = pool.slots.get((name, self.setup.particle_mask))
+            if found is None:
+                missing.append(index)
+            else:
+                slots[index], kinds[index] = found
+                busy.add(int(slots[index]))
+        volumes: list[NDArray[np.float32]] = []
+        taken: list[int] = []
+        for item in _read_all(particles, missing):
+            index = item[0]
+            if isinstance(item[1], BadParticleError):
+                usable[index] = False
+                bad.append((index, item[1].reason))
+                continue
+            _, volume, weight = item
+            if not weights.any_in_band(weight, self._band):
+                usable[index] = False
+                bad.append((index, "its weight leaves nothing in the band"))
+                continue
+            kind = weights.add(weight).row
+            slot = pool.slots.take((particles.keys[index], self.setup.particle_mask), kind, busy)
+            busy.add(slot)
+            slots[index], kinds[index] = slot, kind
+            volumes.append(volume)
+            taken.append(slot)
+            if len(volumes) == pool.batch:
+                pool.prepare(volumes, taken, self._device_mask, self._outside)
+                volumes, taken = [], []
+        if volumes:
+            pool.prepare(volumes, taken, self._device_mask, self._outside)
+        self._slots, self._kinds, self._usable = slots, kinds, usable
+        self._batch, self._host = particles, None
+        return sorted(bad)
+
+    def _weights(self) -> tuple[Any, int, Any, Any, Any]:
+        weights = self.backend.weights(self._n)
+        return (weights.device(), weights.size, *weights.facts())
+
+    # -- search ------------------------------------------------------------------------------------------------------
+
+    def _line_band(self, k_max: float) -> tuple[lines.LineBand, Any, Any, Any, Any, Any, Any]:
+        band = lines.line_band(k_max, self.setup.k_min)
+        if k_max not in self._lines:
+            self._lines[k_max] = (
+                cuda.to_device(band.points.ravel()),
+                cuda.to_device(band.radius),
+                cuda.to_device(band.sample_weight),
+                cuda.to_device(band.line_start),
+                cuda.to_device(band.line_length),
+                cuda.to_device(band.plane_start),
+            )
+        return (band, *self._lines[k_max])
+
+    def _level_templates(self, level: SearchLevel, band: lines.LineBand, points: Any) -> tuple[Any, Any, Any]:
+        key = (level.rotations.tobytes(), band.k_max)
+        found = self._templates.get(key)
+        if found is None:
+            count = len(level.rotations)
+            padded = -(-count // TILE_ROTATIONS) * TILE_ROTATIONS
+            templates = cuda.device_array(padded * band.n_pairs * 4, np.float32)
+            powers = cuda.device_array((count, 2 * band.n_pairs), np.float32)
+            matrices = cuda.to_device(level.rotations.reshape(-1, 9).astype(np.float32))
+            kernels.fill_templates[(-(-2 * band.n_pairs // 128), count), 128](self._reference, self._offset, points, matrices, templates, powers)
+            found = templates, powers, matrices
+            self._templates.put(key, found, 4 * (padded * band.n_pairs * 4 + count * 2 * band.n_pairs))
+        return found
+
+    def search(self, starts: Candidates, anchor_angst: NDArray[np.float64], level: SearchLevel) -> Candidates:
+        """Scores every rotation and shift of the level around every start; keeps the best that are apart."""
+        setup, grid, n = self.setup, self.setup.grid, self._n
+        band, points, radius, point_weight, line_start, line_length, plane_start = self._line_band(min(level.k_max, float(self._reach)))
+        size = (grid.pixel_size_angst, grid.box_size, n)
+        cube = lines.shift_cube(float(angst_to_voxels(level.shift_radius_angst, *size)), float(angst_to_voxels(level.shift_step_angst, *size)))
+        templates, powers, matrices = self._level_templates(level, band, points)
+        top = int(math.floor(band.k_max + 1e-6))
+        coefficients = cuda.to_device(coefficient_table(cube.steps, cube.step_voxels, n, top))
+        groups = shift_groups(cube.steps, _ball_radius2(cube))
+        entries = [cuda.to_device(group.entries()) for group in groups]
+        used = starts.scores > -np.inf
+        used[~self._usable] = False
+        result = no_candidates(len(self._slots), level.keep)
+        particles = np.flatnonzero(used.any(axis=1))
+        rotations = len(level.rotations)
+        per_item = 4 * (6 * band.n_pairs + 3 * rotations + 2 * len(cube.shifts_voxels))
+        room = max(1, int(self.backend.memory_bytes * _WORK_SHARE) // per_item)
+        seeds = np.maximum(used.sum(axis=1), 1)
+        first = 0
+        while first < len(particles):
+            last, items = first, 0
+            while last < len(particles) and (last == first or items + seeds[particles[last]] <= room):
+                items += int(seeds[particles[last]])
+                last += 1
+            part = particles[first:last]
+            work = [(p, s) for p in part for s in np.flatnonzero(used[p])]
+            self._search_part(
+                part, work, starts, anchor_angst, level, band, cube, (points, radius, point_weight, line_start, line_length, plane_start),
+                (templates, powers, matrices), coefficients, groups, entries, result,
+            )  # fmt: skip
+            first = last
+        return result
+
+    def _search_part(
+        self, part: NDArray[np.intp], work: list[tuple[int, int]], starts: Candidates, anchor_angst: NDArray[np.float64], level: SearchLevel, band: lines.LineBand,
+        cube: lines.ShiftCube, layout: tuple[Any, ...], bank: tuple[Any, ...], coefficients: Any, groups: Any, entries: list[Any], result: Candidates,
+    ) -> None:  # fmt: skip
+        setup, grid, n = self.setup, self.setup.grid, self._n
+        points, radius, point_weight, line_start, line_length, plane_start = layout
+        templates, powers, matrices = bank
+        size = (grid.pixel_size_angst, grid.box_size, n)
+        items, rotations = len(work), len(level.rotations)
+        p_of, s_of = np.array([p for p, _ in work]), np.array([s for _, s in work])
+        start_rotations, start_angst = starts.rotations[p_of, s_of], starts.shifts_angst[p_of, s_of]
+        start_voxels = angst_to_voxels(start_angst, *size)
+        columns = cuda.device_array((items, 4 * band.n_pairs), np.float32)
+        den_weight = cuda.device_array((items, 2 * band.n_pairs), np.float32)
+        kinds = cuda.to_device(self._kinds[p_of])
+        slots = cuda.to_device(self._slots[p_of])
+        device_weights, weight_size, signed, table_scale, _ = self._weights()
+        device_starts = cuda.to_device(start_rotations.reshape(-1, 9).astype(np.float32))
+        in_reference = np.einsum("wji,wj->wi", start_rotations, start_voxels) / n
+        pool = self._pool
+        assert pool.pad is not None
+        kernels.turn[(-(-2 * band.n_pairs // 128), items), 128](
+            pool.spectra[1 if self._unmasked else 0], pool.pad.size, slots, pool.pad.c, device_weights, weight_size, kinds, n, self._tables, signed, table_scale,
+            self._inverse_sigma2, points, radius, point_weight, device_starts, cuda.to_device(in_reference.astype(np.float32)), columns, den_weight,
+        )  # fmt: skip
+        den = cuda.device_array((items, rotations), np.float32)
+        kernels.products[(-(-rotations // 32), -(-items // 32)), (16, 16)](den_weight, powers, den)
+        weighted = bool(np.isfinite(setup.max_shift_angst)) or self._unmasked
+        if weighted:
+            trial_angst = voxels_to_angst(cube.shifts_voxels, *size)
+            multiplier = np.ones((items, len(trial_angst)), np.float32)
+            bias = np.zeros_like(multiplier)
+            for i, (p, _) in enumerate(work):
+                places = start_angst[i] + trial_angst @ start_rotations[i].T
+                if np.isfinite(setup.max_shift_angst):
+                    outside = np.linalg.norm(places - anchor_angst[p], axis=1) > setup.max_shift_angst * (1 + 1e-6) + 1e-6
+                    bias[i, outside] = -1e38
+                if self._unmasked:
+                    multiplier[i] = 1.0 / self._on_host()._sigma_at(p, band.k_max, places)
+        else:
+            multiplier, bias = np.ones((1, 1), np.float32), np.zeros((1, 1), np.float32)
+        device_multiplier, device_bias = cuda.to_device(multiplier), cuda.to_device(bias)
+        best = cuda.device_array((items, rotations), np.float32)
+        best_shift = cuda.device_array((items, rotations), np.int32)
+        flat_columns = columns.reshape(columns.size)
+        for group, rows in zip(groups, entries, strict=True):
+            search_kernel(group)[group.grid(rotations, items), group.threads](
+                templates, flat_columns, line_start, line_length, plane_start, coefficients, band.n_pairs, rotations, items, rows, int(weighted),
+                device_multiplier, device_bias, best, best_shift,
+            )  # fmt: skip
+        power = cuda.to_device(np.ones(items, np.float32))
+        if setup.score == "ncc":
+            power = cuda.to_device(self._powers(band.k_max)[p_of].astype(np.float32))
+        kind = 0 if setup.score == "ml" else 1
+        factor = np.float32(self._flcf_factor() if self._unmasked else 1.0)
+        kernels.finish_scores[(-(-rotations // 128), items), 128](best, den, power, kind, factor)
+        first = np.searchsorted(p_of, part).astype(np.int32)
+        count = np.diff(np.append(first, items)).astype(np.int32)
+        chosen = cuda.device_array((len(part), level.keep), np.int32)
+        chosen_score = cuda.device_array((len(part), level.keep), np.float32)
+        min_trace = np.float32(1.0 + 2.0 * math.cos(math.radians(level.separation_deg)))
+        kernels.choose[len(part), kernels.CHOOSE_THREADS](
+            best, cuda.to_device(first), cuda.to_device(count), device_starts, matrices, min_trace, level.keep, chosen, chosen_score
+        )
+        rows, found = chosen.copy_to_host(), chosen_score.copy_to_host()
+        shift_rows = best_shift.copy_to_host()
+        valid = rows >= 0
+        where = np.nonzero(valid)
+        item = first[where[0]] + rows[where] // rotations
+        turned = rows[where] % rotations
+        offset_angst = voxels_to_angst(cube.shifts_voxels[shift_rows[item, turned]], *size)
+        at = (part[where[0]], where[1])
+        result.rotations[at] = np.einsum("wij,wjk->wik", start_rotations[item], level.rotations[turned])
+        result.shifts_angst[at] = start_angst[item] + np.einsum("wij,wj->wi", start_rotations[item], offset_angst)
+        result.scores[at] = found[where]
+
+    # -- normalisations ----------------------------------------------------------------------------------------------
+
+    def _flcf_factor(self) -> float:
+        return math.sqrt(2.0 / (self._n**3 * float(self._mask.sum(dtype=np.float64))))
+
+    def _on_host(self) -> CPUSearchSession:
+        """flcf's local deviation comes from the CPU backend: a few transforms a particle, shared code, no kernel of its own."""
+        if self._host is None:
+            assert self._batch is not None
+            self._host = CPUSearchSession(self.setup, ByteCache(1 << 30))
+            self._host.load(self._batch)
+        return self._host
+
+    def _powers(self, k_max: float) -> NDArray[np.float64]:
+        """``sum w |X|^2`` of every particle up to a band."""
+        inside = (self._band.radius2 <= k_max * k_max + 1e-6) & (self._band.radius2 >= self.setup.k_min**2 - 1e-6)
+        samples = _band_on_device(self._band, np.flatnonzero(inside), self._cube_reach)
+        count = len(self._slots)
+        out = cuda.device_array(count, np.float64)
+        device_weights, weight_size, signed, table_scale, _ = self._weights()
+        kernels.band_power[count, kernels.REDUCE_THREADS](
+            self._pool.cubes[0], self._pool.cube.size, cuda.to_device(self._slots), samples.cube_index, device_weights, weight_size, cuda.to_device(self._kinds),
+            samples.weight_index, samples.shell, self._tables, signed, table_scale, self._inverse_sigma2, out,
+        )  # fmt: skip
+        return np.maximum(out.copy_to_host(), 1e-30)
+
+    # -- refinement --------------------------------------------------------------------------------------------------
+
+    def _run_refine(
+        self, p_of: NDArray[np.intp], rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64], anchor_angst: NDArray[np.float64], steps: int, cubes: Any
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int32]]:
+        grid, n = self.setup.grid, self._n
+        size = (grid.pixel_size_angst, grid.box_size, n)
+        items = len(p_of)
+        device_rotations = cuda.to_device(rotations.reshape(-1, 9).copy())
+        device_shifts = cuda.to_device(np.ascontiguousarray(angst_to_voxels(shifts_angst, *size)))
+        anchors = cuda.to_device(np.ascontiguousarray(angst_to_voxels(anchor_angst[p_of], *size)))
+        sums, taken = cuda.device_array((items, kernels.N_SUMS), np.float64), cuda.device_array(items, np.int32)
+        device_weights, weight_size, signed, table_scale, _ = self._weights()
+        samples = self._samples
+        limit = float(angst_to_voxels(min(self.setup.max_shift_angst, 1e9), *size))
+        kernels.refine[items, kernels.REFINE_THREADS](
+            self._reference, self._offset, n, cubes, self._pool.cube.size, cuda.to_device(self._slots[p_of]), samples.cube_index, samples.k, device_weights,
+            weight_size, cuda.to_device(self._kinds[p_of]), samples.weight_index, samples.shell, self._tables, signed, table_scale, self._inverse_sigma2,
+            device_rotations, device_shifts, anchors, limit, steps, math.radians(_MAX_ANGLE_STEP_DEG), math.radians(_STOP_ANGLE_DEG),
+            float(angst_to_voxels(_STOP_SHIFT_ANGST, *size)), sums, taken,
+        )  # fmt: skip
+        return (
+            device_rotations.copy_to_host().reshape(-1, 3, 3),
+            voxels_to_angst(device_shifts.copy_to_host(), *size),
+            sums.copy_to_host(),
+            taken.copy_to_host(),
+        )
+
+    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64]) -> PoseEstimates:
+        """Exact Gauss-Newton of every candidate; keeps the best of each particle."""
+        count = len(self._slots)
+        out = PoseEstimates(
+            candidates.rotations[:, 0].copy(),
+            candidates.shifts_angst[:, 0].copy(),
+            np.full((count, 6, 6), np.nan),
+            np.full(count, -np.inf),
+            np.full(count, -np.inf),
+            np.full(count, np.inf),
+            np.zeros(count),
+            np.zeros(count),
+            np.zeros(count, np.int32),
+        )
+        used = candidates.scores > -np.inf
+        used[~self._usable] = False
+        p_of, s_of = np.nonzero(used)
+        if not len(p_of):
+            return out
+        rotations, shifts, sums, taken = self._run_refine(
+            p_of, candidates.rotations[p_of, s_of], candidates.shifts_angst[p_of, s_of], anchor_angst, _MAX_STEPS, self._pool.cubes[0]
+        )
+        likelihood = 2.0 * sums[:, 27] - sums[:, 28]
+        order = np.lexsort((s_of, -likelihood, p_of))
+        winners = order[np.concatenate([[True], np.diff(p_of[order]) > 0])]
+        p = p_of[winners]
+        out.rotations[p], out.shifts_angst[p] = rotations[winners], shifts[winners]
+        out.numerator[p], out.denominator[p] = sums[winners, 27], sums[winners, 28]
+        out.log_likelihood[p] = likelihood[winners] * self._mask_mean_square
+        np.add.at(out.steps, p_of, taken)
+        self._covariances(out, p, rotations[winners], sums[winners])
+        self._margins(out, order, winners, p_of, rotations, shifts, likelihood)
+        den = np.maximum(sums[winners, 28], 1e-30)
+        if self.setup.score == "ml":
+            out.scores[p] = likelihood[winners]
+        elif self.setup.score == "ncc":
+            out.scores[p] = sums[winners, 27] / np.sqrt(den * self._powers(min(self.setup.k_max, float(self._reach)))[p])
+        else:
+            _, _, unmasked, _ = self._run_refine(p, rotations[winners], shifts[winners], anchor_angst, 0, self._pool.cubes[1])
+            k_max = min(self.setup.k_max, float(self._reach))
+            sigma = np.array([float(self._on_host()._sigma_at(int(i), k_max, shifts[w][None])[0]) for i, w in zip(p, winners, strict=True)])
+            out.scores[p] = unmasked[:, 27] / (np.sqrt(den) * sigma) * self._flcf_factor()
+        return out
+
+    def _covariances(self, out: PoseEstimates, p: NDArray[np.intp], rotations: NDArray[np.float64], sums: NDArray[np.float64]) -> None:
+        grid, n = self.setup.grid, self._n
+        unit_angst = float(voxels_to_angst(n / (2.0 * np.pi), grid.pixel_size_angst, grid.box_size, n))
+        hessians = np.array([unpack_normal_equations(row)[0] for row in sums])
+        frames = np.zeros((len(p), 6, 6))
+        frames[:, :3, :3], frames[:, 3:, 3:] = rotations, rotations * unit_angst
+        good = np.linalg.matrix_rank(hessians, hermitian=True) == 6
+        inverse = np.full_like(hessians, np.nan)
+        inverse[good] = np.linalg.inv(2.0 * self._mask_mean_square * hessians[good])
+        out.covariances[p] = np.einsum("pij,pjk,plk->pil", frames, inverse, frames)
+
+    def _margins(
+        self, out: PoseEstimates, order: NDArray[np.intp], winners: NDArray[np.intp], p_of: NDArray[np.intp], rotations: NDArray[np.float64],
+        shifts: NDArray[np.float64], likelihood: NDArray[np.float64],
+    ) -> None:  # fmt: skip
+        """Log-odds of the best pose over the next one that is another pose."""
+        winner_of = np.full(len(self._slots), -1)
+        winner_of[p_of[winners]] = winners
+        pixel = self.setup.grid.binned_pixel_size_angst
+        limit = 1.0 + 2.0 * math.cos(math.radians(1.0))
+        for item in order:
+            p = p_of[item]
+            best = winner_of[p]
+            if item == best or np.isfinite(out.margin[p]):
+                continue
+            if float((rotations[best] * rotations[item]).sum()) < limit or float(np.linalg.norm(shifts[item] - shifts[best])) > pixel:
+                out.margin[p] = (likelihood[best] - likelihood[item]) * self._mask_mean_square
+
+    # -- residuals ---------------------------------------------------------------------------------------------------
+
+    def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> ResidualPower:
+        """Residual power by weight and shell at given poses; beyond the reference's band the whole power."""
+        grid, n = self.setup.grid, self._n
+        shells = n // 2 + 1
+        total = ResidualPower.empty(shells)
+        p = np.flatnonzero(self._usable)
+        if not len(p):
+            return total
+        if self._by_shell is None:
+            order = np.argsort(self._band.shell, kind="stable")
+            start = np.searchsorted(self._band.shell[order], np.arange(shells + 1)).astype(np.int32)
+            self._by_shell = _band_on_device(self._band, order, self._cube_reach), cuda.to_device(start)
+        samples, start = self._by_shell
+        shifts = angst_to_voxels(shifts_angst[p], grid.pixel_size_angst, grid.box_size, n) / n
+        results = [cuda.device_array((len(p), N_WEIGHT_BINS, shells), np.float32) for _ in range(3)]
+        device_weights, weight_size, signed, _, relative_scale = self._weights()
+        reach2 = np.float32(min(self.setup.k_max, float(self._reach)) ** 2 + 1e-6)
+        kernels.residual_power[(shells, len(p)), 64](
+            self._reference, self._offset, n, reach2, self._pool.cubes[0], self._pool.cube.size, cuda.to_device(self._slots[p]), samples.cube_index, samples.k,
+            device_weights, weight_size, cuda.to_device(self._kinds[p]), samples.weight_index, start, signed, relative_scale,
+            cuda.to_device(WEIGHT_BIN_EDGES.astype(np.float32)), cuda.to_device(rotations[p].reshape(-1, 9).astype(np.float32)),
+            cuda.to_device(shifts.astype(np.float32)), *results,
+        )  # fmt: skip
+        for target, source in zip((total.power, total.count, total.weight_sum), results, strict=True):
+            target[...] = source.copy_to_host().sum(axis=0, dtype=np.float64)
+        return total
+
+    def close(self) -> None:
+        """Drops templates and reference; the pool stays with the backend."""
+        self._templates = ByteCache(0)
+        self._lines = {}
+        self._host = None
+
+
+class CUDASumSession:
+    """See `protocols.SumSession`."""
+
+    def __init__(self, backend: CUDABackend, setup: SumSetup) -> None:
+        self.setup, self.backend = setup, backend
+        self._n = setup.grid.binned_box_size
+        self._reach = self._n // 2 - 1
+        self._offset = padded_offset(self._reach)
+        band = grid_band(self._n, float(self._reach))
+        self._samples = _band_on_device(band, np.arange(len(band.index)), self._reach)
+        rows, columns = 2 * self._offset + 1, self._offset + 2
+        self._shape = (rows, rows, columns)
+        self._sums = cuda.to_device(np.zeros((3, rows * rows * columns), np.int64))
+        self._tables = cuda.to_device(np.stack([setup.noise.inverse_table(False), setup.noise.inverse_table(True)]))
+        self._count = 0
+
+    def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
+        """Inserts particles at their poses; returns (index, reason) of those left out."""
+        grid, n = self.setup.grid, self._n
+        pool = self.backend.pool("sum", n, 0, self._reach, False)
+        weights = self.backend.weights(n)
+        bad: list[tuple[int, str]] = []
+        count = len(particles.keys)
+        slots, kinds, usable = np.zeros(count, np.int32), np.zeros(count, np.int32), np.ones(count, bool)
+        busy: set[int] = set()
+        missing = []
+        for index, name in enumerate(particles.keys):
+            found = pool.slots.get(name)
+            if found is None:
+                missing.append(index)
+            else:
+                slots[index], kinds[index] = found
+                busy.add(int(slots[index]))
+        volumes: list[NDArray[np.float32]] = []
+        taken: list[int] = []
+        for item in _read_all(particles, missing):
+            index = item[0]
+            if isinstance(item[1], BadParticleError):
+                usable[index] = False
+                bad.append((index, item[1].reason))
+                continue
+            _, volume, weight = item
+            kinds[index] = weights.add(weight).row
+            slot = pool.slots.take(particles.keys[index], int(kinds[index]), busy)
+            busy.add(slot)
+            slots[index] = slot
+            volumes.append(volume)
+            taken.append(slot)
+            if len(volumes) == pool.batch:
+                pool.prepare(volumes, taken, None, None)
+                volumes, taken = [], []
+        if volumes:
+            pool.prepare(volumes, taken, None, None)
+        p = np.flatnonzero(usable)
+        if len(p):
+            shifts = angst_to_voxels(shifts_angst[p], grid.pixel_size_angst, grid.box_size, n) / n
+            signed, table_scale, _ = weights.facts()
+            kernels.insert[(-(-self._samples.size // 128), len(p)), 128](
+                self._sums, self._offset, n, pool.cubes[0], pool.cube.size, cuda.to_device(slots[p]), self._samples.cube_index, self._samples.k, weights.device(),
+                weights.size, cuda.to_device(kinds[p]), self._samples.weight_index, self._tables, signed, table_scale,
+                cuda.to_device(rotations[p].reshape(-1, 9).astype(np.float32)), cuda.to_device(shifts.astype(np.float32)),
+            )  # fmt: skip
+            self._count += len(p)
+        return sorted(bad)
+
+    def result(self) -> WeightedSum:
+        """The sums so far."""
+        sums = self._sums.copy_to_host()
+        numerator = np.empty(self._shape, np.complex64)
+        numerator.real = (sums[0] / kernels.NUMERATOR_SCALE).reshape(self._shape)
+        numerator.imag = (sums[1] / kernels.NUMERATOR_SCALE).reshape(self._shape)
+        return WeightedSum(numerator, (sums[2] / kernels.DENOMINATOR_SCALE).astype(np.float32).reshape(self._shape), self._count)
+
+    def close(self) -> None:
+        """Gives the sums' memory back."""
+        self._sums = None
+
+
+def _ball_radius2(cube: lines.ShiftCube) -> float:
+    """Squared radius, in steps, that holds exactly the trial shifts of a cube's ball."""
+    if not cube.steps:
+        return 0.0
+    inside = np.linalg.norm(cube.shifts_voxels[cube.inside] / cube.step_voxels, axis=1) ** 2
+    return float(np.rint(inside.max()) + 0.5)
+
+
+__all__ = ["CUDABackend", "CUDASearchSession", "CUDASumSession", "Grid"]

@@ -1,0 +1,826 @@
+"""Numba CUDA kernels: spectra, turned particles, templates, den2, choice of candidates, refinement, residuals, sums.
+
+Layouts (docs/scoring.md): flat float32 arrays with re, im interleaved; a padded spectrum as in `numba_glocal.fourier` with ``n = 2 c + 1``
+rows and ``c + 1`` columns; a *cube* is the grid spectrum for -K .. K, -K .. K, 0 .. K without padding. Particles live in slots of a pool;
+kernels are given the slot of each. Nothing here adds up in an order that depends on timing: every run gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import cuda, float32, float64, int32
+
+from .vector import load2
+
+N_SUMS = 29
+REFINE_THREADS = 256
+_SEGMENTS = 8
+_SEGMENT = REFINE_THREADS // _SEGMENTS
+_PARTIALS = N_SUMS * REFINE_THREADS
+_ROW = REFINE_THREADS + 1
+_SHARED_PARTIALS = N_SUMS * _ROW
+CHOOSE_THREADS = 128
+REDUCE_THREADS = 256
+_TILE = 32
+_DEPTH = 16
+_TILE_COMPLEX = _TILE * _DEPTH * 2
+NUMERATOR_SCALE = float(1 << 20)
+DENOMINATOR_SCALE = float(1 << 30)
+
+_jit = cuda.jit(fastmath=True, cache=True)
+_device = cuda.jit(device=True, fastmath=True, inline=True, cache=True)
+
+
+@_jit
+def mask_particles(volumes, mask, levels, out):
+    """out = (volume - level of the particle) * mask; one thread a voxel.
+
+    Parameters
+    ----------
+    volumes, out : (p, n^3) float32
+    mask : (n^3,) float32
+    levels : (p,) float32
+    """
+    i, p = cuda.grid(1), cuda.blockIdx.y
+    if i < mask.shape[0]:
+        out[p, i] = (volumes[p, i] - levels[p]) * mask[i]
+
+
+@_jit
+def contract(a, a_batch, a_row, a_depth, a_complex, b, b_batch, b_depth, b_column, b_complex, c, c_batch, c_row, c_column, rows, columns, depth):
+    """Batched complex matrix product ``C = A B`` with any strides: the three passes of a cropped, padded Fourier transform.
+
+    Strides are in elements: of complex numbers (re, im interleaved) where `a_complex` (`b_complex`) is 1, of floats where it is 0.
+    Blocks of 16 x 16 threads make tiles of 32 x 32; the batch is the grid's third axis.
+    """
+    tile_a = cuda.shared.array(_TILE_COMPLEX, float32)
+    tile_b = cuda.shared.array(_TILE_COMPLEX, float32)
+    tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
+    tid = ty * 16 + tx
+    row0, column0, batch = cuda.blockIdx.y * _TILE, cuda.blockIdx.x * _TILE, cuda.blockIdx.z
+    r00, i00, r01, i01 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+    r10, i10, r11, i11 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+    for start in range(0, depth, _DEPTH):
+        for j in range(tid, _TILE * _DEPTH, 256):
+            # A is read along its depth, B along its columns
+            d, r = j % _DEPTH, j // _DEPTH
+            vr, vi = float32(0.0), float32(0.0)
+            if row0 + r < rows and start + d < depth:
+                at = batch * a_batch + (row0 + r) * a_row + (start + d) * a_depth
+                if a_complex:
+                    vr, vi = a[2 * at], a[2 * at + 1]
+                else:
+                    vr = a[at]
+            tile_a[2 * (d * _TILE + r)], tile_a[2 * (d * _TILE + r) + 1] = vr, vi
+            q, d = j % _TILE, j // _TILE
+            vr, vi = float32(0.0), float32(0.0)
+            if column0 + q < columns and start + d < depth:
+                at = batch * b_batch + (start + d) * b_depth + (column0 + q) * b_column
+                if b_complex:
+                    vr, vi = b[2 * at], b[2 * at + 1]
+                else:
+                    vr = b[at]
+            tile_b[2 * (d * _TILE + q)], tile_b[2 * (d * _TILE + q) + 1] = vr, vi
+        cuda.syncthreads()
+        for d in range(_DEPTH):
+            a0, a1 = 2 * (d * _TILE + ty), 2 * (d * _TILE + ty + 16)
+            b0, b1 = 2 * (d * _TILE + tx), 2 * (d * _TILE + tx + 16)
+            ar, ai, br, bi = tile_a[a0], tile_a[a0 + 1], tile_b[b0], tile_b[b0 + 1]
+            cr, ci, dr, di = tile_a[a1], tile_a[a1 + 1], tile_b[b1], tile_b[b1 + 1]
+            r00 += ar * br - ai * bi
+            i00 += ar * bi + ai * br
+            r01 += ar * dr - ai * di
+            i01 += ar * di + ai * dr
+            r10 += cr * br - ci * bi
+            i10 += cr * bi + ci * br
+            r11 += cr * dr - ci * di
+            i11 += cr * di + ci * dr
+        cuda.syncthreads()
+    for half_row in range(2):
+        for half_column in range(2):
+            row, column = row0 + ty + 16 * half_row, column0 + tx + 16 * half_column
+            if row < rows and column < columns:
+                at = 2 * (batch * c_batch + row * c_row + column * c_column)
+                if half_row == 0:
+                    if half_column == 0:
+                        c[at], c[at + 1] = r00, i00
+                    else:
+                        c[at], c[at + 1] = r01, i01
+                else:
+                    if half_column == 0:
+                        c[at], c[at + 1] = r10, i10
+                    else:
+                        c[at], c[at + 1] = r11, i11
+
+
+@_device
+def _weight_at(weights, base, n, qx, qy, qz):
+    """Trilinear value of a real, even weight on its grid half-spectrum; 0 outside the grid's inner cube."""
+    if qx < 0:
+        qx, qy, qz = -qx, -qy, -qz
+    fx, fy, fz = math.floor(qx), math.floor(qy), math.floor(qz)
+    ix, iy, iz = int32(fx), int32(fy), int32(fz)
+    half = n // 2
+    if ix + 1 > half or iy < -half or iy + 1 >= n - half or iz < -half or iz + 1 >= n - half:
+        return float32(0.0)
+    dx, dy, dz = qx - float32(fx), qy - float32(fy), qz - float32(fz)
+    columns = half + 1
+    y0 = iy if iy >= 0 else iy + n
+    y1 = iy + 1 if iy + 1 >= 0 else iy + 1 + n
+    z0 = iz if iz >= 0 else iz + n
+    z1 = iz + 1 if iz + 1 >= 0 else iz + 1 + n
+    at00, at01 = base + (z0 * n + y0) * columns + ix, base + (z0 * n + y1) * columns + ix
+    at10, at11 = base + (z1 * n + y0) * columns + ix, base + (z1 * n + y1) * columns + ix
+    a00 = weights[at00] + (weights[at00 + 1] - weights[at00]) * dx
+    a01 = weights[at01] + (weights[at01 + 1] - weights[at01]) * dx
+    a10 = weights[at10] + (weights[at10 + 1] - weights[at10]) * dx
+    a11 = weights[at11] + (weights[at11 + 1] - weights[at11]) * dx
+    b0 = a00 + (a01 - a00) * dy
+    b1 = a10 + (a11 - a10) * dy
+    return b0 + (b1 - b0) * dz
+
+
+@_device
+def _sample(spectrum, base, c, qx, qy, qz):
+    """Trilinear value (re, im) of a padded half-spectrum at q (padded samples)."""
+    sign = float32(1.0)
+    if qx < 0:
+        qx, qy, qz, sign = -qx, -qy, -qz, float32(-1.0)
+    fx, fy, fz = math.floor(qx), math.floor(qy), math.floor(qz)
+    ix, iy, iz = int32(fx), int32(fy) + c, int32(fz) + c
+    dx, dy, dz = qx - float32(fx), qy - float32(fy), qz - float32(fz)
+    columns = c + 1
+    row, plane = 2 * columns, 2 * columns * (2 * c + 1)
+    at = base + iz * plane + iy * row + 2 * ix
+    r0, i0 = load2(spectrum, at)
+    r1, i1 = load2(spectrum, at + 2)
+    re, im = r0 + (r1 - r0) * dx, i0 + (i1 - i0) * dx
+    r0, i0 = load2(spectrum, at + row)
+    r1, i1 = load2(spectrum, at + row + 2)
+    ur, ui = r0 + (r1 - r0) * dx, i0 + (i1 - i0) * dx
+    re, im = re + (ur - re) * dy, im + (ui - im) * dy
+    r0, i0 = load2(spectrum, at + plane)
+    r1, i1 = load2(spectrum, at + plane + 2)
+    vr, vi = r0 + (r1 - r0) * dx, i0 + (i1 - i0) * dx
+    r0, i0 = load2(spectrum, at + plane + row)
+    r1, i1 = load2(spectrum, at + plane + row + 2)
+    ur, ui = r0 + (r1 - r0) * dx, i0 + (i1 - i0) * dx
+    vr, vi = vr + (ur - vr) * dy, vi + (ui - vi) * dy
+    return re + (vr - re) * dz, sign * (im + (vi - im) * dz)
+
+
+@_jit
+def turn(
+    spectra,
+    slot_size,
+    slots,
+    c,
+    weights,
+    weight_size,
+    weight_of,
+    n,
+    tables,
+    signed,
+    table_scale,
+    inv_sigma2,
+    points,
+    radius,
+    point_weight,
+    matrices,
+    shifts,
+    columns,
+    den_weight,
+):
+    """Particles in the reference's frame (`interpolation.turn`); a thread takes one sample of one particle at one start.
+
+    Parameters
+    ----------
+    spectra : (slots * slot_size,) float32
+        Pool of padded spectra; particle of work item w is in ``slots[w]``.
+    weights : (kinds * weight_size,) float32, weight_of : (w,) int32
+    tables : (2, TABLE_SIZE) float32
+        1 / V for unsigned and signed weights.
+    signed : (kinds,) int32, table_scale : (kinds,) float32
+    inv_sigma2 : (shells,) float32
+    points : (2 p * 3,), radius : (2 p,), point_weight : (2 p,) float32
+    matrices : (w, 9) float32
+        R0, row by row: samples are at R0 q.
+    shifts : (w, 3) float32
+        t0 / box.
+    columns : (w, 4 p) float32, den_weight : (w, 2 p) float32
+    """
+    i, w = cuda.grid(1), cuda.blockIdx.y
+    if i >= radius.shape[0]:
+        return
+    re, im, d = float32(0.0), float32(0.0), float32(0.0)
+    pw = point_weight[i]
+    if pw != 0:
+        x, y, z = points[3 * i], points[3 * i + 1], points[3 * i + 2]
+        qx = matrices[w, 0] * x + matrices[w, 1] * y + matrices[w, 2] * z
+        qy = matrices[w, 3] * x + matrices[w, 4] * y + matrices[w, 5] * z
+        qz = matrices[w, 6] * x + matrices[w, 7] * y + matrices[w, 8] * z
+        kind = weight_of[w]
+        ctf = _weight_at(weights, kind * weight_size, n, qx, qy, qz)
+        if ctf != 0:
+            place = min(int32(abs(ctf) * table_scale[kind] + float32(0.5)), tables.shape[1] - 1)
+            r = radius[i]
+            s0 = int32(r)
+            wt = (inv_sigma2[s0] + (inv_sigma2[s0 + 1] - inv_sigma2[s0]) * (r - float32(s0))) * tables[signed[kind], place] * pw
+            vr, vi = _sample(spectra, slots[w] * slot_size, c, float32(2.0) * qx, float32(2.0) * qy, float32(2.0) * qz)
+            turns = x * shifts[w, 0] + y * shifts[w, 1] + z * shifts[w, 2]
+            turns -= math.floor(turns + float32(0.5))
+            angle = float32(2.0 * math.pi) * turns
+            cos, sin = math.cos(angle), math.sin(angle)
+            u = wt * ctf
+            re, im, d = u * (vr * cos - vi * sin), u * (vr * sin + vi * cos), u * ctf
+    columns[w, 2 * i] = re
+    columns[w, 2 * i + 1] = im
+    den_weight[w, i] = d
+
+
+@_jit
+def fill_templates(spectrum, c, points, matrices, templates, powers):
+    """Rotated references: a thread takes one sample of one rotation.
+
+    Parameters
+    ----------
+    spectrum : flat padded spectrum of the reference.
+    points : (2 p * 3,) float32
+    matrices : (a, 9) float32
+        L, row by row: values are at L^T q.
+    templates : (blocks * p * 16 * 4,) float32
+        ``[block][pair][rotation][4]``.
+    powers : (a, 2 p) float32
+    """
+    i, a = cuda.grid(1), cuda.blockIdx.y
+    samples = powers.shape[1]
+    if i >= samples:
+        return
+    x, y, z = float32(2.0) * points[3 * i], float32(2.0) * points[3 * i + 1], float32(2.0) * points[3 * i + 2]
+    qx = matrices[a, 0] * x + matrices[a, 3] * y + matrices[a, 6] * z
+    qy = matrices[a, 1] * x + matrices[a, 4] * y + matrices[a, 7] * z
+    qz = matrices[a, 2] * x + matrices[a, 5] * y + matrices[a, 8] * z
+    re, im = _sample(spectrum, 0, c, qx, qy, qz)
+    at = (((a // 16) * (samples // 2) + i // 2) * 16 + a % 16) * 4 + 2 * (i % 2)
+    templates[at] = re
+    templates[at + 1] = im
+    powers[a, i] = re * re + im * im
+
+
+@_jit
+def products(a, b, out):
+    """out[i, j] = sum over d of a[i, d] b[j, d], in blocks of 16 x 16 threads and tiles of 32 x 32 (den2: powers against weights).
+
+    Parameters
+    ----------
+    a : (rows, depth) float32, b : (columns, depth) float32, out : (rows, columns) float32
+    """
+    tile_a = cuda.shared.array((_DEPTH, 33), float32)
+    tile_b = cuda.shared.array((_DEPTH, 33), float32)
+    tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
+    tid = ty * 16 + tx
+    row0, column0 = cuda.blockIdx.y * 32, cuda.blockIdx.x * 32
+    depth = a.shape[1]
+    s00, s01, s10, s11 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+    for start in range(0, depth, _DEPTH):
+        for j in range(tid, 32 * _DEPTH, 256):
+            d, r = j % _DEPTH, j // _DEPTH
+            va, vb = float32(0.0), float32(0.0)
+            if start + d < depth:
+                if row0 + r < a.shape[0]:
+                    va = a[row0 + r, start + d]
+                if column0 + r < b.shape[0]:
+                    vb = b[column0 + r, start + d]
+            tile_a[d, r] = va
+            tile_b[d, r] = vb
+        cuda.syncthreads()
+        for d in range(_DEPTH):
+            a0, a1, b0, b1 = tile_a[d, ty], tile_a[d, ty + 16], tile_b[d, tx], tile_b[d, tx + 16]
+            s00 += a0 * b0
+            s01 += a0 * b1
+            s10 += a1 * b0
+            s11 += a1 * b1
+        cuda.syncthreads()
+    if row0 + ty < a.shape[0]:
+        if column0 + tx < b.shape[0]:
+            out[row0 + ty, column0 + tx] = s00
+        if column0 + tx + 16 < b.shape[0]:
+            out[row0 + ty, column0 + tx + 16] = s01
+    if row0 + ty + 16 < a.shape[0]:
+        if column0 + tx < b.shape[0]:
+            out[row0 + ty + 16, column0 + tx] = s10
+        if column0 + tx + 16 < b.shape[0]:
+            out[row0 + ty + 16, column0 + tx + 16] = s11
+
+
+@_jit
+def finish_scores(best, den, power, kind, factor):
+    """Scores from sums, in place. kind 0: ``2 num - den2``; 1: ``num / sqrt(den2 power) * factor``. One thread an entry.
+
+    Parameters
+    ----------
+    best, den : (w, a) float32
+    power : (w,) float32
+    """
+    a, w = cuda.grid(1), cuda.blockIdx.y
+    if a < best.shape[1]:
+        value = best[w, a]
+        if value > float32(-1e37):
+            d = max(den[w, a], float32(1e-30))
+            if kind == 0:
+                best[w, a] = float32(2.0) * value - d
+            else:
+                best[w, a] = value / math.sqrt(d * power[w]) * factor
+
+
+@_jit
+def choose(scores, first, count, starts, rotations, min_trace, keep, chosen, chosen_score):
+    """Best candidates of each particle that are apart; a block a particle (`interpolation.choose`). Ties go to the lower row.
+
+    Parameters
+    ----------
+    scores : (w, a) float32
+        Work items of a particle are ``first[p] .. first[p] + count[p] - 1``.
+    starts : (w, 9) float32, rotations : (a, 9) float32
+        R0 and L, row by row.
+    chosen : (p, keep) int32
+        ``(w - first) * a + rotation``; -1 where nothing is left.
+    chosen_score : (p, keep) float32
+    """
+    top = cuda.shared.array(CHOOSE_THREADS, float32)
+    row = cuda.shared.array(CHOOSE_THREADS, int32)
+    kept = cuda.shared.array((16, 9), float32)
+    p, tid = cuda.blockIdx.x, cuda.threadIdx.x
+    n_rotations = scores.shape[1]
+    total = count[p] * n_rotations
+    for place in range(keep):
+        best, where = float32(-1e37), int32(-1)
+        for j in range(tid, total, CHOOSE_THREADS):
+            w, a = first[p] + j // n_rotations, j % n_rotations
+            value = scores[w, a]
+            if value > best:
+                apart = True
+                for q in range(place):
+                    trace = float32(0.0)
+                    for r in range(3):
+                        for c in range(3):
+                            value_rc = float32(0.0)
+                            for k in range(3):
+                                value_rc += starts[w, 3 * r + k] * rotations[a, 3 * k + c]
+                            trace += value_rc * kept[q, 3 * r + c]
+                    if trace > min_trace:
+                        apart = False
+                if apart:
+                    best, where = value, int32(j)
+        top[tid] = best
+        row[tid] = where
+        cuda.syncthreads()
+        step = CHOOSE_THREADS // 2
+        while step > 0:
+            if tid < step:
+                other = row[tid + step]
+                if other >= 0 and (row[tid] < 0 or top[tid + step] > top[tid] or (top[tid + step] == top[tid] and other < row[tid])):
+                    top[tid] = top[tid + step]
+                    row[tid] = other
+            cuda.syncthreads()
+            step //= 2
+        if tid == 0:
+            chosen[p, place] = row[0]
+            chosen_score[p, place] = top[0]
+        if tid < 9 and row[0] >= 0:
+            w, a = first[p] + row[0] // n_rotations, row[0] % n_rotations
+            r, c = tid // 3, tid % 3
+            value_rc = float32(0.0)
+            for k in range(3):
+                value_rc += starts[w, 3 * r + k] * rotations[a, 3 * k + c]
+            kept[place, tid] = value_rc
+        cuda.syncthreads()
+        if row[0] < 0:
+            for rest in range(place + 1 + tid, keep, CHOOSE_THREADS):
+                chosen[p, rest] = -1
+                chosen_score[p, rest] = float32(-1e37)
+            return
+
+
+@_jit
+def band_power(
+    cubes, cube_size, slots, cube_index, weights, weight_size, weight_of, weight_index, shell, tables, signed, table_scale, inv_sigma2, out
+):
+    """``sum w |X|^2`` over the band where C is not 0; a block a particle, threads in a fixed order."""
+    shared = cuda.shared.array(REDUCE_THREADS, float64)
+    p, tid = cuda.blockIdx.x, cuda.threadIdx.x
+    kind = weight_of[p]
+    total = float64(0.0)
+    for i in range(tid, cube_index.shape[0], REDUCE_THREADS):
+        ctf = weights[kind * weight_size + weight_index[i]]
+        if ctf != 0:
+            place = min(int32(abs(ctf) * table_scale[kind] + float32(0.5)), tables.shape[1] - 1)
+            at = slots[p] * cube_size + 2 * cube_index[i]
+            total += inv_sigma2[shell[i]] * tables[signed[kind], place] * (cubes[at] * cubes[at] + cubes[at + 1] * cubes[at + 1])
+    shared[tid] = total
+    cuda.syncthreads()
+    step = REDUCE_THREADS // 2
+    while step > 0:
+        if tid < step:
+            shared[tid] += shared[tid + step]
+        cuda.syncthreads()
+        step //= 2
+    if tid == 0:
+        out[p] = shared[0]
+
+
+@_device
+def _accumulate(
+    reference, c, n, cubes, cube_base, cube_index, k, weights, weight_base, weight_index, shell, table, table_scale, inv_sigma2, pose, acc, tid
+):
+    """One thread's share of the normal equations (`interpolation.normal_equations`) at a pose of twelve float32."""
+    for j in range(N_SUMS):
+        acc[j] = float32(0.0)
+    m00, m01, m02 = float32(2.0) * pose[0], float32(2.0) * pose[1], float32(2.0) * pose[2]
+    m10, m11, m12 = float32(2.0) * pose[3], float32(2.0) * pose[4], float32(2.0) * pose[5]
+    m20, m21, m22 = float32(2.0) * pose[6], float32(2.0) * pose[7], float32(2.0) * pose[8]
+    columns = c + 1
+    row, plane = 2 * columns, 2 * columns * (2 * c + 1)
+    for i in range(tid, cube_index.shape[0], REFINE_THREADS):
+        ctf = weights[weight_base + weight_index[i]]
+        if ctf == 0:
+            continue
+        place = min(int32(abs(ctf) * table_scale + float32(0.5)), table.shape[0] - 1)
+        w = inv_sigma2[shell[i]] * table[place]
+        kx, ky, kz = float32(k[3 * i]), float32(k[3 * i + 1]), float32(k[3 * i + 2])
+        qx = m00 * kx + m10 * ky + m20 * kz
+        qy = m01 * kx + m11 * ky + m21 * kz
+        qz = m02 * kx + m12 * ky + m22 * kz
+        ux, uy, uz = float32(0.5) * qx, float32(0.5) * qy, float32(0.5) * qz
+        turns = kx * pose[9] + ky * pose[10] + kz * pose[11]
+        turns -= math.floor(turns + float32(0.5))
+        angle = float32(2.0 * math.pi) * turns
+        cos, sin = math.cos(angle), math.sin(angle)
+        xr, xi = load2(cubes, cube_base + 2 * cube_index[i])
+        dr, di = xr * cos - xi * sin, xr * sin + xi * cos
+        sign = float32(1.0)
+        if qx < 0:
+            qx, qy, qz, sign = -qx, -qy, -qz, float32(-1.0)
+        fx, fy, fz = math.floor(qx), math.floor(qy), math.floor(qz)
+        dx, dy, dz = qx - float32(fx), qy - float32(fy), qz - float32(fz)
+        at = (int32(fz) + c) * plane + (int32(fy) + c) * row + 2 * int32(fx)
+        a0r, a0i = load2(reference, at)
+        a1r, a1i = load2(reference, at + 2)
+        b0r, b0i = load2(reference, at + row)
+        b1r, b1i = load2(reference, at + row + 2)
+        c0r, c0i = load2(reference, at + plane)
+        c1r, c1i = load2(reference, at + plane + 2)
+        d0r, d0i = load2(reference, at + plane + row)
+        d1r, d1i = load2(reference, at + plane + row + 2)
+        # along x at the four corners of y and z: value and slope
+        ar, ai, sar, sai = a0r + (a1r - a0r) * dx, a0i + (a1i - a0i) * dx, a1r - a0r, a1i - a0i
+        br, bi, sbr, sbi = b0r + (b1r - b0r) * dx, b0i + (b1i - b0i) * dx, b1r - b0r, b1i - b0i
+        cr, ci, scr, sci = c0r + (c1r - c0r) * dx, c0i + (c1i - c0i) * dx, c1r - c0r, c1i - c0i
+        er, ei, ser, sei = d0r + (d1r - d0r) * dx, d0i + (d1i - d0i) * dx, d1r - d0r, d1i - d0i
+        lr, li, hr, hi = ar + (br - ar) * dy, ai + (bi - ai) * dy, cr + (er - cr) * dy, ci + (ei - ci) * dy
+        vr, vi = lr + (hr - lr) * dz, sign * (li + (hi - li) * dz)
+        gzr, gzi = sign * (hr - lr), hi - li
+        gyr, gyi = sign * ((br - ar) + ((er - cr) - (br - ar)) * dz), (bi - ai) + ((ei - ci) - (bi - ai)) * dz
+        slr, sli, shr, shi = sar + (sbr - sar) * dy, sai + (sbi - sai) * dy, scr + (ser - scr) * dy, sci + (sei - sci) * dy
+        gxr, gxi = sign * (slr + (shr - slr) * dz), sli + (shi - sli) * dz
+        # per unit frequency: the padded grid has two samples for each
+        gxr, gxi, gyr, gyi, gzr, gzi = 2 * gxr, 2 * gxi, 2 * gyr, 2 * gyi, 2 * gzr, 2 * gzi
+        wc = w * ctf
+        wcc = wc * ctf
+        e0r, e0i = gyr * uz - gzr * uy, gyi * uz - gzi * uy
+        e1r, e1i = gzr * ux - gxr * uz, gzi * ux - gxi * uz
+        e2r, e2i = gxr * uy - gyr * ux, gxi * uy - gyi * ux
+        rr, ri = wc * (dr - ctf * vr), wc * (di - ctf * vi)
+        power = wcc * (vr * vr + vi * vi)
+        acc[28] += power
+        acc[27] += wc * (vr * dr + vi * di)
+        acc[21] += e0r * rr + e0i * ri
+        acc[22] += e1r * rr + e1i * ri
+        acc[23] += e2r * rr + e2i * ri
+        turned = vi * rr - vr * ri
+        acc[24] += ux * turned
+        acc[25] += uy * turned
+        acc[26] += uz * turned
+        acc[6] += power * ux * ux
+        acc[7] += power * ux * uy
+        acc[8] += power * ux * uz
+        acc[9] += power * uy * uy
+        acc[10] += power * uy * uz
+        acc[11] += power * uz * uz
+        acc[0] += wcc * (e0r * e0r + e0i * e0i)
+        acc[1] += wcc * (e0r * e1r + e0i * e1i)
+        acc[2] += wcc * (e0r * e2r + e0i * e2i)
+        acc[3] += wcc * (e1r * e1r + e1i * e1i)
+        acc[4] += wcc * (e1r * e2r + e1i * e2i)
+        acc[5] += wcc * (e2r * e2r + e2i * e2i)
+        f0, f1, f2 = wcc * (e0r * vi - e0i * vr), wcc * (e1r * vi - e1i * vr), wcc * (e2r * vi - e2i * vr)
+        acc[12] += f0 * ux
+        acc[13] += f0 * uy
+        acc[14] += f0 * uz
+        acc[15] += f1 * ux
+        acc[16] += f1 * uy
+        acc[17] += f1 * uz
+        acc[18] += f2 * ux
+        acc[19] += f2 * uy
+        acc[20] += f2 * uz
+
+
+@_device
+def _solve6(h, g, x):
+    """x = H^-1 g by Gaussian elimination with pivoting on a 6 x 7 system in float64; False if singular."""
+    for i in range(6):
+        pivot, largest = i, abs(h[i * 6 + i])
+        for r in range(i + 1, 6):
+            if abs(h[r * 6 + i]) > largest:
+                pivot, largest = r, abs(h[r * 6 + i])
+        if not largest > 0.0:
+            return False
+        if pivot != i:
+            for j in range(6):
+                h[i * 6 + j], h[pivot * 6 + j] = h[pivot * 6 + j], h[i * 6 + j]
+            g[i], g[pivot] = g[pivot], g[i]
+        for r in range(i + 1, 6):
+            f = h[r * 6 + i] / h[i * 6 + i]
+            for j in range(i, 6):
+                h[r * 6 + j] -= f * h[i * 6 + j]
+            g[r] -= f * g[i]
+    for i in range(5, -1, -1):
+        total = g[i]
+        for j in range(i + 1, 6):
+            total -= h[i * 6 + j] * x[j]
+        x[i] = total / h[i * 6 + i]
+    return True
+
+
+@_device
+def _unpack(sums, damping, h, g):
+    """Hessian (damped on its diagonal) and gradient from the sums."""
+    k = 0
+    for i in range(3):
+        for j in range(i, 3):
+            h[i * 6 + j] = sums[k]
+            h[j * 6 + i] = sums[k]
+            h[(i + 3) * 6 + j + 3] = sums[6 + k]
+            h[(j + 3) * 6 + i + 3] = sums[6 + k]
+            k += 1
+    for i in range(3):
+        for j in range(3):
+            h[i * 6 + 3 + j] = sums[12 + 3 * i + j]
+            h[(3 + j) * 6 + i] = sums[12 + 3 * i + j]
+    for i in range(6):
+        h[i * 6 + i] *= 1.0 + damping
+        g[i] = sums[21 + i]
+
+
+@_device
+def _exp(v0, v1, v2, out):
+    """Rotation matrix (9,) of a rotation vector, by Rodrigues' formula."""
+    angle = math.sqrt(v0 * v0 + v1 * v1 + v2 * v2)
+    if angle < 1e-12:
+        a, b = 1.0, 0.5
+    else:
+        a, b = math.sin(angle) / angle, (1.0 - math.cos(angle)) / (angle * angle)
+    out[0], out[1], out[2] = 1.0 - b * (v1 * v1 + v2 * v2), -a * v2 + b * v0 * v1, a * v1 + b * v0 * v2
+    out[3], out[4], out[5] = a * v2 + b * v0 * v1, 1.0 - b * (v0 * v0 + v2 * v2), -a * v0 + b * v1 * v2
+    out[6], out[7], out[8] = -a * v1 + b * v0 * v2, a * v0 + b * v1 * v2, 1.0 - b * (v0 * v0 + v1 * v1)
+
+
+@cuda.jit(cache=True)
+def refine(
+    reference, c, n, cubes, cube_size, slots, cube_index, k, weights, weight_size, weight_of, weight_index, shell, tables, signed, table_scale, inv_sigma2,
+    rotations, shifts, anchors, max_shift, max_steps, max_angle, stop_angle, stop_shift, sums_out, steps_out,
+):  # fmt: skip
+    """Gauss-Newton of one candidate a block, all steps in one launch; stops on step size, never on the change of cost.
+
+    Parameters
+    ----------
+    rotations : (w, 9) float64, shifts : (w, 3) float64
+        Poses, changed; shifts in voxels.
+    anchors : (w, 3) float64, max_shift : float64
+        Voxels.
+    max_steps : int
+        0 only evaluates the sums at the pose.
+    max_angle, stop_angle : float64
+        Radians; stop_shift in voxels.
+    sums_out : (w, 29) float64, steps_out : (w,) int32
+    """
+    partial = cuda.shared.array(_SHARED_PARTIALS, float32)
+    segment = cuda.shared.array(N_SUMS * _SEGMENTS, float64)
+    sums = cuda.shared.array(N_SUMS, float64)
+    held = cuda.shared.array(N_SUMS, float64)
+    pose = cuda.shared.array(12, float32)
+    now = cuda.shared.array(12, float64)
+    trial = cuda.shared.array(12, float64)
+    flag = cuda.shared.array(2, int32)
+    acc = cuda.local.array(N_SUMS, float32)
+    h = cuda.local.array(36, float64)
+    g = cuda.local.array(6, float64)
+    x = cuda.local.array(6, float64)
+    turn_by = cuda.local.array(9, float64)
+    w, tid = cuda.blockIdx.x, cuda.threadIdx.x
+    kind = weight_of[w]
+    if tid < 9:
+        now[tid] = rotations[w, tid]
+        trial[tid] = now[tid]
+    if tid < 3:
+        now[9 + tid] = shifts[w, tid]
+        trial[9 + tid] = now[9 + tid]
+    if tid < 2:
+        flag[tid] = 0
+    damping, likelihood, taken = 0.0, 0.0, 0
+    unit = n / (2.0 * math.pi)
+    for step in range(max_steps + 1):
+        cuda.syncthreads()
+        if tid < 9:
+            pose[tid] = float32(trial[tid])
+        if tid < 3:
+            turns = trial[9 + tid] / n
+            pose[9 + tid] = float32(turns)
+        cuda.syncthreads()
+        _accumulate(
+            reference, c, n, cubes, slots[w] * cube_size, cube_index, k, weights, kind * weight_size, weight_index, shell, tables[signed[kind]],
+            table_scale[kind], inv_sigma2, pose, acc, tid,
+        )  # fmt: skip
+        for j in range(N_SUMS):
+            partial[j * _ROW + tid] = acc[j]
+        cuda.syncthreads()
+        if tid < N_SUMS * _SEGMENTS:
+            j, s = tid // _SEGMENTS, tid % _SEGMENTS
+            total = 0.0
+            for q in range(_SEGMENT):
+                total += partial[j * _ROW + s * _SEGMENT + q]
+            segment[tid] = total
+        cuda.syncthreads()
+        if tid < N_SUMS:
+            total = 0.0
+            for s in range(_SEGMENTS):
+                total += segment[tid * _SEGMENTS + s]
+            sums[tid] = total
+        cuda.syncthreads()
+        if tid == 0:
+            value = 2.0 * sums[27] - sums[28]
+            if step == 0 or value >= likelihood:
+                for j in range(12):
+                    now[j] = trial[j]
+                for j in range(N_SUMS):
+                    held[j] = sums[j]
+                likelihood, damping = value, 0.0
+            else:
+                damping = max(4.0 * damping, 0.5)
+            if flag[1] == 1 or step == max_steps:
+                flag[0] = 1
+            else:
+                _unpack(held, damping, h, g)
+                if _solve6(h, g, x):
+                    angle = math.sqrt(x[0] * x[0] + x[1] * x[1] + x[2] * x[2])
+                    if angle > max_angle:
+                        for j in range(6):
+                            x[j] *= max_angle / angle
+                    _exp(x[0], x[1], x[2], turn_by)
+                    for r in range(3):
+                        for q in range(3):
+                            total = 0.0
+                            for m in range(3):
+                                total += now[3 * r + m] * turn_by[3 * m + q]
+                            trial[3 * r + q] = total
+                    distance2, moved = 0.0, 0.0
+                    for r in range(3):
+                        total = now[9 + r]
+                        for m in range(3):
+                            total += now[3 * r + m] * x[3 + m] * unit
+                        trial[9 + r] = total
+                        distance2 += (total - anchors[w, r]) * (total - anchors[w, r])
+                    if distance2 > max_shift * max_shift:
+                        back = max_shift / math.sqrt(distance2)
+                        for r in range(3):
+                            trial[9 + r] = anchors[w, r] + (trial[9 + r] - anchors[w, r]) * back
+                    for r in range(3):
+                        moved = max(moved, abs(trial[9 + r] - now[9 + r]))
+                    taken += 1
+                    if angle < stop_angle and moved < stop_shift:
+                        flag[1] = 1
+                else:
+                    flag[0] = 1
+        cuda.syncthreads()
+        if flag[0] == 1:
+            break
+    if tid < 9:
+        rotations[w, tid] = now[tid]
+    if tid < 3:
+        shifts[w, tid] = now[9 + tid]
+    if tid < N_SUMS:
+        sums_out[w, tid] = held[tid]
+    if tid == 0:
+        steps_out[w] = taken
+
+
+@_jit
+def residual_power(
+    reference, c, n, reach2, cubes, cube_size, slots, cube_index, k, weights, weight_size, weight_of, weight_index, shell_start, signed, relative_scale, edges,
+    rotations, shifts, power, count, weight_sum,
+):  # fmt: skip
+    """Residual power of one particle and shell a block, by bins of weight; samples sorted by shell.
+
+    Parameters
+    ----------
+    shell_start : (shells + 1,) int32
+        First sample of each shell.
+    edges : (bins + 1,) float32
+    rotations : (p, 9) float32, shifts : (p, 3) float32
+        R, and s / box.
+    power, count, weight_sum : (p, bins, shells) float32
+    """
+    shared = cuda.shared.array((3, 9, 64), float32)
+    s, p, tid = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
+    kind = weight_of[p]
+    for b in range(9):
+        for q in range(3):
+            shared[q, b, tid] = float32(0.0)
+    for i in range(shell_start[s] + tid, shell_start[s + 1], 64):
+        kx, ky, kz = float32(k[3 * i]), float32(k[3 * i + 1]), float32(k[3 * i + 2])
+        ctf = weights[kind * weight_size + weight_index[i]]
+        mr, mi = float32(0.0), float32(0.0)
+        if kx * kx + ky * ky + kz * kz <= reach2:
+            qx = rotations[p, 0] * kx + rotations[p, 3] * ky + rotations[p, 6] * kz
+            qy = rotations[p, 1] * kx + rotations[p, 4] * ky + rotations[p, 7] * kz
+            qz = rotations[p, 2] * kx + rotations[p, 5] * ky + rotations[p, 8] * kz
+            mr, mi = _sample(reference, 0, c, float32(2.0) * qx, float32(2.0) * qy, float32(2.0) * qz)
+        turns = kx * shifts[p, 0] + ky * shifts[p, 1] + kz * shifts[p, 2]
+        turns -= math.floor(turns + float32(0.5))
+        angle = float32(2.0 * math.pi) * turns
+        cos, sin = math.cos(angle), math.sin(angle)
+        xr, xi = load2(cubes, slots[p] * cube_size + 2 * cube_index[i])
+        rr, ri = xr * cos - xi * sin - ctf * mr, xr * sin + xi * cos - ctf * mi
+        a = abs(ctf) * relative_scale[kind]
+        if signed[kind]:
+            a = a * a
+        b = 0
+        while b < 8 and a >= edges[b + 1]:
+            b += 1
+        shared[0, b, tid] += rr * rr + ri * ri
+        shared[1, b, tid] += float32(1.0)
+        shared[2, b, tid] += a
+    cuda.syncthreads()
+    if tid < 27:
+        q, b = tid // 9, tid % 9
+        total = float32(0.0)
+        for j in range(64):
+            total += shared[q, b, j]
+        if q == 0:
+            power[p, b, s] = total
+        elif q == 1:
+            count[p, b, s] = total
+        else:
+            weight_sum[p, b, s] = total
+
+
+@_jit
+def insert(
+    sums, c, n, cubes, cube_size, slots, cube_index, k, weights, weight_size, weight_of, weight_index, tables, signed, table_scale, rotations, shifts,
+):  # fmt: skip
+    """Adds particles to an average; a thread a sample. Sums are integers, so that their order does not matter.
+
+    Parameters
+    ----------
+    sums : (3, voxels) int64
+        re, im in units of 1 / NUMERATOR_SCALE, weight in units of 1 / DENOMINATOR_SCALE; ``c + 2`` columns.
+    rotations : (p, 9) float32, shifts : (p, 3) float32
+        R, and s / box.
+    """
+    i, p = cuda.grid(1), cuda.blockIdx.y
+    if i >= cube_index.shape[0]:
+        return
+    kind = weight_of[p]
+    ctf = weights[kind * weight_size + weight_index[i]]
+    if ctf == 0:
+        return
+    place = min(int32(abs(ctf) * table_scale[kind] + float32(0.5)), tables.shape[1] - 1)
+    w = tables[signed[kind], place] * ctf
+    kx, ky, kz = float32(k[3 * i]), float32(k[3 * i + 1]), float32(k[3 * i + 2])
+    turns = kx * shifts[p, 0] + ky * shifts[p, 1] + kz * shifts[p, 2]
+    turns -= math.floor(turns + float32(0.5))
+    angle = float32(2.0 * math.pi) * turns
+    cos, sin = math.cos(angle), math.sin(angle)
+    xr, xi = load2(cubes, slots[p] * cube_size + 2 * cube_index[i])
+    re, im, d = w * (xr * cos - xi * sin), w * (xr * sin + xi * cos), w * ctf
+    qx = float32(2.0) * (rotations[p, 0] * kx + rotations[p, 3] * ky + rotations[p, 6] * kz)
+    qy = float32(2.0) * (rotations[p, 1] * kx + rotations[p, 4] * ky + rotations[p, 7] * kz)
+    qz = float32(2.0) * (rotations[p, 2] * kx + rotations[p, 5] * ky + rotations[p, 8] * kz)
+    if qx < 0:
+        qx, qy, qz, im = -qx, -qy, -qz, -im
+    fx, fy, fz = math.floor(qx), math.floor(qy), math.floor(qz)
+    dx, dy, dz = qx - float32(fx), qy - float32(fy), qz - float32(fz)
+    columns = c + 2
+    rows = 2 * c + 1
+    base = ((int32(fz) + c) * rows + int32(fy) + c) * columns + int32(fx)
+    for corner in range(8):
+        wz = dz if corner & 4 else float32(1.0) - dz
+        wy = dy if corner & 2 else float32(1.0) - dy
+        wx = dx if corner & 1 else float32(1.0) - dx
+        f = float64(wz * wy * wx)
+        at = base + (rows * columns if corner & 4 else 0) + (columns if corner & 2 else 0) + (corner & 1)
+        cuda.atomic.add(sums, (0, at), np.int64(math.floor(f * re * NUMERATOR_SCALE + 0.5)))
+        cuda.atomic.add(sums, (1, at), np.int64(math.floor(f * im * NUMERATOR_SCALE + 0.5)))
+        cuda.atomic.add(sums, (2, at), np.int64(math.floor(f * d * DENOMINATOR_SCALE + 0.5)))
