@@ -12,7 +12,7 @@ import mrcfile
 import numpy as np
 import pytest
 
-from numba_glocal.execution.executors import SerialExecutor
+from numba_glocal.execution.executors import make_executor
 from numba_glocal.execution.tasks import start_worker
 from numba_glocal.job import prepare_job
 from numba_glocal.refinement import Refinement
@@ -109,13 +109,13 @@ class Silent:
 
 @pytest.fixture(scope="session")
 def align_here():
-    """Aligns within this process: the whole loop, no pool, no command line."""
+    """Aligns without the command line: the whole loop, within this process or with a pool of workers."""
 
-    def align_here(particles, output, **settings):
+    def align_here(particles, output, workers=0, **settings):
         settings = AlignSettings(str(particles), str(output), **settings)
         job, folder = prepare_job(settings), RunFolder(Path(output))
         folder.create(settings, [])
-        with SerialExecutor(initializer=start_worker) as executor:
+        with make_executor(workers, initializer=start_worker) as executor:
             loop = Refinement(job, executor, folder, Silent)
             loop.finish(loop.run())
         return job
