@@ -2,7 +2,8 @@
 
     python benchmarks/memory.py [FOLDER] [--counts 100 400 1600]
 
-Longer lists are made of the simulated set's particles under other names (links).
+Longer lists are made of the simulated set's particles under other names (links). Chunks grow with the list up to 128 particles (1,024 in a half-set);
+to pass that point in reasonable time, the longest lists are run at binning 2.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from common import RESULTS, ROOT, TreeWatch, environment, make_set_a, need_share
 
 CACHE_GIB = 0.25
 MIB = 2.0**20
+FULL_BAND = ["--particle-diameter", "360", "--initial-lowpass", "15", "--angle-shells", "2"]
 
 Measured = dict[str, Any]
 
@@ -44,6 +46,15 @@ def longer_list(source: Path, folder: Path, count: int) -> Path:
     return path
 
 
+def chunk_size(particles: Path) -> int:
+    """Particles in the largest task of an alignment."""
+    from numba_glocal.job import make_chunks, prepare_job
+    from numba_glocal.settings import AlignSettings
+
+    listed = prepare_job(AlignSettings(str(particles), "unused")).particles
+    return max(len(chunk) for half in (1, 2) for chunk in make_chunks(listed, listed.poses.shifts_angst, half))
+
+
 def run(data: Path, folder: Path, count: int, cores: int, options: list[str]) -> Measured:
     """Peaks of one run of one iteration."""
     particles = longer_list(data, folder, count)
@@ -60,6 +71,8 @@ def run(data: Path, folder: Path, count: int, cores: int, options: list[str]) ->
     return {
         "benchmark": "memory",
         "particles": count,
+        "options": " ".join(options),
+        "chunk": chunk_size(particles),
         "workers": len(workers),
         "cache_gib": CACHE_GIB,
         "worker_peak_mib": max(seen.peak_bytes for seen in workers) / MIB,
@@ -70,7 +83,7 @@ def run(data: Path, folder: Path, count: int, cores: int, options: list[str]) ->
 
 
 NOTES = (
-    "High-water marks of resident memory (VmHWM) of the parent and of the larger worker; boxes of 64, one iteration at the full band"
+    "High-water marks of resident memory (VmHWM) of the parent and of the larger worker; boxes of 64 (32 at binning 2), one iteration at the full band"
     " (search, refinement, averages, FSC), --cache-gib 0.25. Interpreter and libraries are about 170 MiB of each."
 )
 
@@ -80,6 +93,7 @@ def main(arguments: list[str] | None = None, folder: Path = RESULTS) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", nargs="?", type=Path, default=ROOT / "benchmarks" / "data" / "setA", help="the simulated set; made where absent")
     parser.add_argument("--counts", nargs="+", type=int, default=[100, 400, 1600])
+    parser.add_argument("--binned-counts", nargs="*", type=int, default=[2400, 4800], help="lists that are run at binning 2")
     parser.add_argument("--quick", action="store_true", help="the set as it is, low band: does it run?")
     options = parser.parse_args(arguments)
     about = environment()
@@ -90,10 +104,11 @@ def main(arguments: list[str] | None = None, folder: Path = RESULTS) -> None:
             rows.append(run(options.data, scratch / "quick", 20, 1, ["--angle-shells", "1", "--initial-lowpass", "80"]))
         else:
             make_set_a(options.data, need_shared())
-            for count in options.counts:
-                full_band = ["--particle-diameter", "360", "--initial-lowpass", "15", "--angle-shells", "2"]
-                rows.append(run(options.data, scratch / str(count), count, min(2, about["cores_used"]), full_band))
+            series = [(count, FULL_BAND) for count in options.counts] + [(count, [*FULL_BAND, "--binning", "2"]) for count in options.binned_counts]
+            for number, (count, more) in enumerate(series):
+                rows.append(run(options.data, scratch / str(number), count, min(2, about["cores_used"]), more))
                 show(rows[-1:])
+                shutil.rmtree(scratch / str(number))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     write_results("memory", rows, about, NOTES, folder)

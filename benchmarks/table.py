@@ -93,10 +93,16 @@ def iteration_table(results: Measured) -> str:
 def memory_table(results: Measured) -> str:
     """Peaks by number of particles."""
     rows = [
-        [str(row["particles"]), f"{row['worker_peak_mib']:.0f} MiB", f"{row['parent_peak_mib']:.0f} MiB", duration(row["wall_s"])]
+        [
+            f"{row['particles']}, binning 2" if "--binning 2" in row["options"] else f"{row['particles']}",
+            str(row["chunk"]),
+            f"{row['worker_peak_mib']:.0f} MiB",
+            f"{row['parent_peak_mib']:.0f} MiB",
+            duration(row["wall_s"]),
+        ]
         for row in _select(results, benchmark="memory")
     ]
-    return markdown(["particles", "a worker's peak", "the parent's peak", "wall"], rows)
+    return markdown(["particles", "in a task", "a worker's peak", "the parent's peak", "wall"], rows)
 
 
 TABLES: dict[str, Callable[[Measured], str]] = {"kernels": kernels_table, "iteration": iteration_table, "memory": memory_table}

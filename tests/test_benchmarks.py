@@ -88,7 +88,7 @@ def test_iteration(tiny_set: Path, shared: Path, tmp_path: Path) -> None:
 def test_memory(tiny_set: Path, tmp_path: Path) -> None:
     load("memory").main([str(tiny_set), "--quick"], tmp_path)
     (row,) = json.loads((tmp_path / "memory.json").read_text())["rows"]
-    assert row["particles"] == 20 and row["workers"] == 1
+    assert row["particles"] == 20 and row["workers"] == 1 and row["chunk"] == 8
     assert 50 < row["worker_peak_mib"] < 2000 and 50 < row["parent_peak_mib"] < 2000
 
 
@@ -110,10 +110,10 @@ def test_tree_watch_sees_children() -> None:
 def test_table_fills_markers(tmp_path: Path) -> None:
     table = load("table")
     environment = {"processor": "P", "vectors": "V", "cores_used": 2, "commit": "abc", "date": "today", "command": "c"}
-    rows = [{"benchmark": "memory", "particles": 100, "worker_peak_mib": 512.4, "parent_peak_mib": 300.0, "wall_s": 0.5}]
+    rows = [{"benchmark": "memory", "particles": 100, "options": "", "chunk": 8, "worker_peak_mib": 512.4, "parent_peak_mib": 300.0, "wall_s": 0.5}]
     (tmp_path / "memory.json").write_text(json.dumps({"environment": environment, "rows": rows}))
     text = "a\n<!-- benchmark:memory -->\nold\n<!-- /benchmark -->\nb\n<!-- benchmark:other -->kept<!-- /benchmark -->\n"
     filled = table.fill(text, tmp_path)
-    assert "| 100 | 512 MiB | 300 MiB | 500 ms |" in filled and "old" not in filled
+    assert "| 100 | 8 | 512 MiB | 300 MiB | 500 ms |" in filled and "old" not in filled
     assert filled.startswith("a\n<!-- benchmark:memory -->\n") and filled.endswith("b\n<!-- benchmark:other -->kept<!-- /benchmark -->\n")
     assert table.fill(filled, tmp_path) == filled
