@@ -17,24 +17,15 @@ from numba_glocal.errors import DeviceError, SettingsError
 from numba_glocal.execution.executors import make_executor
 from numba_glocal.execution.pinning import usable_cores
 from numba_glocal.execution.pool import WorkerEvent
-from numba_glocal.execution.tasks import start_worker, warm_up
+from numba_glocal.execution.tasks import particles_treated, start_worker, warm_up
 from numba_glocal.fourier import padded_offset
 from numba_glocal.job import Job
 from numba_glocal.refinement import RunResult
+from numba_glocal.report import WorkerSummary, write_report
 from numba_glocal.results import RunFolder, RunState, load_report_data
 from numba_glocal.settings import AlignSettings, AverageSettings
 
 from .console import detail, gibibytes, note, say, warn
-
-
-@dataclasses.dataclass(slots=True)
-class WorkerTally:
-    """What a worker did, for the report."""
-
-    name: str
-    device: str
-    particles: int = 0
-    busy_seconds: float = 0.0
 
 
 def choose_workers(settings: AlignSettings | AverageSettings) -> int:
@@ -114,21 +105,22 @@ def plan_facts(job: Job, workers: int) -> list[tuple[str, str]]:
     return facts
 
 
-def run_job(job: Job, workers: int, folder: RunFolder, command: str, work: Callable[[Any], RunResult], particles_per_task: bool = True) -> RunResult:
+def run_job(job: Job, workers: int, folder: RunFolder, command: str, work: Callable[[Any], RunResult]) -> RunResult:
     """Starts the workers, runs, writes summary, provenance and report, and says what came out."""
     log = logging.getLogger("numba_glocal")
     handler = logging.FileHandler(folder.path / "log.txt")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    tallies: dict[int, WorkerTally] = {}
+    tallies: dict[int, WorkerSummary] = {}
     begun = time.perf_counter()
 
     def happened(event: WorkerEvent) -> None:
-        tally = tallies.setdefault(event.worker, WorkerTally(f"worker {event.worker}", "CPU" if event.gpu is None else f"GPU {event.gpu}"))
         if event.kind == "done":
-            tally.busy_seconds += event.seconds
-            tally.particles += 1
+            device = "CPU" if event.gpu is None else f"GPU {event.gpu}"
+            so_far = tallies.get(event.worker) or WorkerSummary(f"worker {event.worker}", device, 0, 0.0)
+            particles = so_far.particles + particles_treated(event.about)
+            tallies[event.worker] = dataclasses.replace(so_far, particles=particles, busy_seconds=so_far.busy_seconds + event.seconds)
             return
         folder.event(event.kind, worker=event.worker, pid=event.pid, gpu=event.gpu, seconds=round(event.seconds, 3), text=event.text)
         if event.kind in ("died", "replaced", "failed"):
@@ -155,10 +147,8 @@ def run_job(job: Job, workers: int, folder: RunFolder, command: str, work: Calla
             result = work(executor)
         seconds = time.perf_counter() - begun
         state = folder.last_state()
-        _write_summary(job, folder, command, result, state, list(tallies.values()), seconds)
+        _write_summary(job, folder, command, result, state, [tallies[index] for index in sorted(tallies)], seconds)
         folder.write_provenance(wall_seconds=round(seconds, 2))
-        from numba_glocal.report import write_report
-
         write_report(folder.path, load_report_data(folder.path))
         folder.event("end", seconds=round(seconds, 2))
         _say_result(folder, result, state, seconds, job)
@@ -175,7 +165,7 @@ def _failing() -> bool:
 
 
 def _write_summary(
-    job: Job, folder: RunFolder, command: str, result: RunResult, state: RunState | None, tallies: list[WorkerTally], seconds: float
+    job: Job, folder: RunFolder, command: str, result: RunResult, state: RunState | None, workers: list[WorkerSummary], seconds: float
 ) -> None:
     settings = job.settings
     folder.write_json(
@@ -190,8 +180,7 @@ def _write_summary(
             "resolution_angst": result.crossing.resolution_angst if result.crossing.shell > 0 else None,
             "iterations": state.history if state is not None else [],
             "score": getattr(settings, "score", "none"),
-            "workers": [],
-            "busy_seconds": {tally.name: round(tally.busy_seconds, 2) for tally in tallies},
+            "workers": [dataclasses.asdict(worker) for worker in workers],
             "bad": [(job.particles.names[row], reason) for row, reason in sorted(result.bad.items())],
             "warnings": job.warnings,
             "wall_seconds": seconds,

@@ -59,7 +59,7 @@ class IterationSummary:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSummary:
-    """What one worker did: its name, its device ("CPU" or a GPU's name), particles treated and seconds busy with them."""
+    """What one worker did: its name, its device ("CPU" or a GPU's name), passes (a particle counts each time) and seconds busy with them."""
 
     name: str
     device: str

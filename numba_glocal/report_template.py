@@ -89,7 +89,7 @@ footer { color: var(--soft); font-size: 13px; padding: 4px 0 34px; }
 {% if workers %}<section>
 <h2>Throughput</h2>
 <div class="scroll"><table>
-<tr><th>worker</th><th>device</th><th class="number">particles</th><th class="number">busy seconds</th><th class="number">particles / s</th></tr>
+<tr><th>worker</th><th>device</th><th class="number">particle passes</th><th class="number">busy seconds</th><th class="number">passes / s</th></tr>
 {% for row in workers %}<tr><td>{{ row[0] }}</td><td>{{ row[1] }}</td>
 {% for cell in row[2:] %}<td class="number">{{ cell }}</td>{% endfor %}</tr>{% endfor %}
 </table></div>

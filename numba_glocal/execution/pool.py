@@ -57,7 +57,7 @@ class WorkerEvent:
     text : str
         ``died``: the cause; ``failed``: the error in one line; ``stderr``: what the worker wrote.
     about : object
-        ``ready``: what the initializer returned (a backend tells the name and UUID of its device).
+        ``ready``: what the initializer returned (a backend tells the name and UUID of its device); ``done``: what the task returned.
     """
 
     kind: str
@@ -345,7 +345,7 @@ class PinnedPool(Executor):
             self._tell("stderr", index, process, text=words)
         if message[0] == "value":
             _, value, seconds = message
-            self._tell("done", index, process, seconds)
+            self._tell("done", index, process, seconds, about=value)
             item.future.set_result(value)
         else:
             _, raised, summary, text, seconds = message

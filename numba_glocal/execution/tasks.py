@@ -213,6 +213,11 @@ def run_task(task: AlignTask | SumTask) -> ChunkResult | SumResult:
     return run_align(task) if isinstance(task, AlignTask) else run_sum(task)
 
 
+def particles_treated(result: ChunkResult | SumResult) -> int:
+    """How many particles a task's result is about, unusable ones included."""
+    return len(result.rotations) if isinstance(result, ChunkResult) else result.sums.n_particles + len(result.bad)
+
+
 def warm_up() -> None:
     """Compiles (or loads) every kernel on a tiny problem; the pool lets one worker do it while the others wait."""
     from ..backends.cpu import CPUBackend
