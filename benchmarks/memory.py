@@ -83,7 +83,7 @@ def run(data: Path, folder: Path, count: int, cores: int, options: list[str]) ->
 
 
 NOTES = (
-    "High-water marks of resident memory (VmHWM) of the parent and of the larger worker; boxes of 64 (32 at binning 2), one iteration of the full band"
+    "High-water marks of resident memory (VmHWM) of the parent and of the larger worker; boxes of 64 (32 at binning 2), an iteration of the full band"
     " (search to FSC), --cache-gib 0.25. Interpreter and libraries are about 170 MiB of each."
 )
 
