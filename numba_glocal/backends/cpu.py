@@ -132,6 +132,7 @@ class CPUSearchSession:
         self._reach = min(max_band(self._n), int(math.ceil(setup.k_max)))
         self._offset = padded_offset(self._reach)
         self._reference = _flat(padded_spectrum(setup.reference, self._reach))
+        self._curvature = kernels.interpolation_curvature(setup.reference, self._n)
         self._inverse_sigma2 = setup.noise.inverse_sigma2()
         self._inverse_tables = {signed: setup.noise.inverse_table(signed) for signed in (False, True)}
         self._mask = spherical_mask(self._n, setup.particle_mask.radius_voxels, setup.particle_mask.soft_edge_voxels)
@@ -489,6 +490,7 @@ class CPUSearchSession:
             weight,
             self._scratch,
             sums,
+            self._curvature,
         )
         return sums
 
@@ -587,7 +589,7 @@ class CPUSearchSession:
         for p, particle in enumerate(self._particles):
             if particle is None:
                 continue
-            kernels.gather(self._reference, 2 * self._offset + 1, self._offset, points, _matrix(rotations[p]), _SCALE, values)
+            kernels.gather(self._reference, 2 * self._offset + 1, self._offset, points, _matrix(rotations[p]), _SCALE, values, self._curvature)
             model[reached] = values
             shift = angst_to_voxels(shifts_angst[p], grid.pixel_size_angst, grid.box_size, n)
             kernels.residual_power(

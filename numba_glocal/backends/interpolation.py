@@ -36,6 +36,8 @@ from .simd import (
 BLOCK = 256
 """Samples that the refinement kernel interpolates before it sums them; its scratch stays in the first-level cache."""
 
+_ONE, _SIXTH = np.float32(1.0), np.float32(1.0 / 6.0)
+
 N_SUMS = 32
 """Rows of sums of the refinement kernel (see `normal_equations`)."""
 
@@ -43,8 +45,32 @@ _njit = nb.njit(fastmath=FAST, nogil=True, cache=True)
 _inline = nb.njit(fastmath=FAST, nogil=True, cache=True, inline="always")
 
 
+def interpolation_curvature(volume, box_size):
+    """How much linear interpolation of a map's padded spectrum loses between nodes, along x, y and z.
+
+    A part of the map at offset x has the phase ``2 pi x q / (2 box)`` in its padded spectrum. Between two nodes, at fraction f, linear
+    interpolation shrinks it by ``1 - f (1 - f) theta^2 / 2`` with ``theta = pi x / box``; the division by sinc^2 makes up for the mean of that
+    over f, ``f (1 - f) = 1/6``. What is left cancels over positions in general, but not for a pose that keeps a grid axis, whose samples all fall
+    on nodes. So values are multiplied by ``1 + a (f (1 - f) - 1/6)``, a from the mean square offset of the map's power.
+
+    Parameters
+    ----------
+    volume : (n, n, n) array
+    box_size : int
+
+    Returns
+    -------
+    (3,) float32
+        a along x, y, z.
+    """
+    power = np.asarray(volume, np.float64) ** 2
+    total = max(float(power.sum()), 1e-300)
+    theta2 = (np.pi * (np.arange(box_size) - box_size // 2) / box_size) ** 2
+    return np.array([0.5 * (power.sum(axis=axes) * theta2).sum() / total for axes in ((0, 1), (0, 2), (1, 2))], np.float32)
+
+
 @_njit
-def gather(spectrum, n, c, points, matrix, scale, out):
+def gather(spectrum, n, c, points, matrix, scale, out, curvature=None):
     """out[i] = F(scale * M^T k_i).
 
     Parameters
@@ -59,6 +85,8 @@ def gather(spectrum, n, c, points, matrix, scale, out):
     scale : float32
         Padding factor.
     out : (m,) complex64
+    curvature : (3,) float32, optional
+        `interpolation_curvature` of the map, along x, y, z: mends what linear interpolation loses between nodes.
     """
     nx = c + 1
     row, plane = 2 * nx, 2 * nx * n
@@ -86,6 +114,15 @@ def gather(spectrum, n, c, points, matrix, scale, out):
         v = muladd(sub(b1, b0), dz, b0)
         re = lane0(v) + (lane2(v) - lane0(v)) * dx
         im = lane1(v) + (lane3(v) - lane1(v)) * dx
+        if curvature is not None:
+            fy, fz = qy - np.float32(iy), qz - np.float32(iz)
+            mend = (
+                (_ONE + curvature[0] * (dx * (_ONE - dx) - _SIXTH))
+                * (_ONE + curvature[1] * (fy * (_ONE - fy) - _SIXTH))
+                * (_ONE + curvature[2] * (fz * (_ONE - fz) - _SIXTH))
+            )
+            re *= mend
+            im *= mend
         out[i] = complex(re, sign * im)
 
 
@@ -207,7 +244,7 @@ def turn(spectrum, n, c, weight, table, table_scale, inv_sigma2, radius, points,
 
 
 @_njit
-def normal_equations(spectrum, n, c, points, matrix, tables, scale, data, ctf, weight, scratch, sums):
+def normal_equations(spectrum, n, c, points, matrix, tables, scale, data, ctf, weight, scratch, sums, curvature=None):
     """One pass of Gauss-Newton: sums over samples of ``w |X - C F(R^-1 k) exp(-i k.s)|^2`` and of its derivatives.
 
     The unknowns are a rotation vector p and a shift u in the *reference's* frame: ``R' = R exp(p)``, ``s' = s + R u``. There
@@ -276,15 +313,29 @@ def normal_equations(spectrum, n, c, points, matrix, tables, scale, data, ctf, w
             along_y = muladd(sub(d1, d0), dz, d0)
             v = muladd(along_z, dz, b0)
             xr, xi = lane2(v) - lane0(v), lane3(v) - lane1(v)
-            scratch[5 * BLOCK + j] = lane0(v) + xr * dx
-            scratch[6 * BLOCK + j] = sign * (lane1(v) + xi * dx)
+            vr, vi = lane0(v) + xr * dx, lane1(v) + xi * dx
+            yr, yi = lane0(along_y) + (lane2(along_y) - lane0(along_y)) * dx, lane1(along_y) + (lane3(along_y) - lane1(along_y)) * dx
+            zr, zi = lane0(along_z) + (lane2(along_z) - lane0(along_z)) * dx, lane1(along_z) + (lane3(along_z) - lane1(along_z)) * dx
+            if curvature is not None:
+                fy, fz = qy - np.float32(iy), qz - np.float32(iz)
+                ax, ay, az = curvature[0], curvature[1], curvature[2]
+                mx, my, mz = _ONE + ax * (dx * (_ONE - dx) - _SIXTH), _ONE + ay * (fy * (_ONE - fy) - _SIXTH), _ONE + az * (fz * (_ONE - fz) - _SIXTH)
+                # the product rule: the mending factor has a slope of its own
+                sx, sy, sz = ax * (_ONE - dx - dx) * my * mz, ay * (_ONE - fy - fy) * mx * mz, az * (_ONE - fz - fz) * mx * my
+                mend = mx * my * mz
+                xr, xi = xr * mend + vr * sx, xi * mend + vi * sx
+                yr, yi = yr * mend + vr * sy, yi * mend + vi * sy
+                zr, zi = zr * mend + vr * sz, zi * mend + vi * sz
+                vr, vi = vr * mend, vi * mend
+            scratch[5 * BLOCK + j] = vr
+            scratch[6 * BLOCK + j] = sign * vi
             # F(-q) = conj F(q): the gradient's real part changes sign
             scratch[7 * BLOCK + j] = sign * xr
             scratch[8 * BLOCK + j] = xi
-            scratch[9 * BLOCK + j] = sign * (lane0(along_y) + (lane2(along_y) - lane0(along_y)) * dx)
-            scratch[10 * BLOCK + j] = lane1(along_y) + (lane3(along_y) - lane1(along_y)) * dx
-            scratch[11 * BLOCK + j] = sign * (lane0(along_z) + (lane2(along_z) - lane0(along_z)) * dx)
-            scratch[12 * BLOCK + j] = lane1(along_z) + (lane3(along_z) - lane1(along_z)) * dx
+            scratch[9 * BLOCK + j] = sign * yr
+            scratch[10 * BLOCK + j] = yi
+            scratch[11 * BLOCK + j] = sign * zr
+            scratch[12 * BLOCK + j] = zi
         rounded = (filled + LANES - 1) // LANES * LANES
         for plane_no in range(13):  # the last vector of the last block reads past the samples; zeros add nothing
             for j in range(filled, rounded):

@@ -22,6 +22,7 @@ from ...shifts import angst_to_voxels, voxels_to_angst
 from .. import lines
 from ..cache import ByteCache
 from ..cpu import CPUSearchSession, unpack_normal_equations
+from ..interpolation import interpolation_curvature
 from ..protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, WeightedSum, no_candidates
 from . import kernels
 from .search import TILE_ROTATIONS, coefficient_table, search_kernel, shift_groups
@@ -383,6 +384,7 @@ class CUDASearchSession:
         self._unmasked = setup.score == "flcf"
         self._inverse_sigma2 = cuda.to_device(setup.noise.inverse_sigma2())
         self._tables = cuda.to_device(np.stack([setup.noise.inverse_table(False), setup.noise.inverse_table(True)]))
+        self._curvature = cuda.to_device(interpolation_curvature(setup.reference, n))
         transform = _Transform(n, self._reach, True)
         self._reference = cuda.device_array(transform.size + _SPARE_BYTES // 4, np.float32)
         transform(cuda.to_device(setup.reference.astype(np.float32).reshape(1, -1)), 1, self._reference[: transform.size])
@@ -635,6 +637,7 @@ class CUDASearchSession:
         kernels.refine[items, kernels.REFINE_THREADS](
             self._reference, self._offset, n, cubes, self._pool.cube.size, cuda.to_device(self._slots[p_of]), samples.cube_index, samples.k, device_weights,
             weight_size, cuda.to_device(self._kinds[p_of]), samples.weight_index, samples.shell, self._tables, signed, table_scale, self._inverse_sigma2,
+            self._curvature,
             device_rotations, device_shifts, anchors, limit, steps, math.radians(_MAX_ANGLE_STEP_DEG), math.radians(_STOP_ANGLE_DEG),
             float(angst_to_voxels(_STOP_SHIFT_ANGST, *size)), sums, taken,
         )  # fmt: skip
@@ -739,7 +742,7 @@ class CUDASearchSession:
         kernels.residual_power[(shells, len(p)), 64](
             self._reference, self._offset, n, reach2, self._pool.cubes[0], self._pool.cube.size, cuda.to_device(self._slots[p]), samples.cube_index, samples.k,
             device_weights, weight_size, cuda.to_device(self._kinds[p]), samples.weight_index, start, signed, relative_scale,
-            cuda.to_device(WEIGHT_BIN_EDGES.astype(np.float32)), cuda.to_device(rotations[p].reshape(-1, 9).astype(np.float32)),
+            cuda.to_device(WEIGHT_BIN_EDGES.astype(np.float32)), self._curvature, cuda.to_device(rotations[p].reshape(-1, 9).astype(np.float32)),
             cuda.to_device(shifts.astype(np.float32)), *results,
         )  # fmt: skip
         for target, source in zip((total.power, total.count, total.weight_sum), results, strict=True):

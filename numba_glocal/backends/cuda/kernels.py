@@ -31,6 +31,7 @@ DENOMINATOR_SCALE = float(1 << 30)
 
 _jit = cuda.jit(fastmath=True, cache=True)
 _device = cuda.jit(device=True, fastmath=True, inline=True, cache=True)
+_ONE, _SIXTH = float32(1.0), float32(1.0 / 6.0)
 
 
 @_jit
@@ -433,7 +434,7 @@ def band_power(
 
 @_device
 def _accumulate(
-    reference, c, n, cubes, cube_base, cube_index, k, weights, weight_base, weight_index, shell, table, table_scale, inv_sigma2, pose, acc, tid
+    reference, c, n, cubes, cube_base, cube_index, k, weights, weight_base, weight_index, shell, table, table_scale, inv_sigma2, curvature, pose, acc, tid
 ):
     """One thread's share of the normal equations (`interpolation.normal_equations`) at a pose of twelve float32."""
     for j in range(N_SUMS):
@@ -480,11 +481,20 @@ def _accumulate(
         cr, ci, scr, sci = c0r + (c1r - c0r) * dx, c0i + (c1i - c0i) * dx, c1r - c0r, c1i - c0i
         er, ei, ser, sei = d0r + (d1r - d0r) * dx, d0i + (d1i - d0i) * dx, d1r - d0r, d1i - d0i
         lr, li, hr, hi = ar + (br - ar) * dy, ai + (bi - ai) * dy, cr + (er - cr) * dy, ci + (ei - ci) * dy
-        vr, vi = lr + (hr - lr) * dz, sign * (li + (hi - li) * dz)
-        gzr, gzi = sign * (hr - lr), hi - li
-        gyr, gyi = sign * ((br - ar) + ((er - cr) - (br - ar)) * dz), (bi - ai) + ((ei - ci) - (bi - ai)) * dz
+        vr, vi = lr + (hr - lr) * dz, li + (hi - li) * dz
+        gzr, gzi = hr - lr, hi - li
+        gyr, gyi = (br - ar) + ((er - cr) - (br - ar)) * dz, (bi - ai) + ((ei - ci) - (bi - ai)) * dz
         slr, sli, shr, shi = sar + (sbr - sar) * dy, sai + (sbi - sai) * dy, scr + (ser - scr) * dy, sci + (sei - sci) * dy
-        gxr, gxi = sign * (slr + (shr - slr) * dz), sli + (shi - sli) * dz
+        gxr, gxi = slr + (shr - slr) * dz, sli + (shi - sli) * dz
+        # what linear interpolation loses between nodes (`interpolation.interpolation_curvature`)
+        ax, ay, az = curvature[0], curvature[1], curvature[2]
+        mx, my, mz = _ONE + ax * (dx * (_ONE - dx) - _SIXTH), _ONE + ay * (dy * (_ONE - dy) - _SIXTH), _ONE + az * (dz * (_ONE - dz) - _SIXTH)
+        sx, sy, sz = ax * (_ONE - dx - dx) * my * mz, ay * (_ONE - dy - dy) * mx * mz, az * (_ONE - dz - dz) * mx * my
+        mend = mx * my * mz
+        gxr, gxi, gyr, gyi = gxr * mend + vr * sx, gxi * mend + vi * sx, gyr * mend + vr * sy, gyi * mend + vi * sy
+        gzr, gzi, vr, vi = gzr * mend + vr * sz, gzi * mend + vi * sz, vr * mend, vi * mend
+        # F(-q) = conj F(q): the gradient's real part changes sign
+        gxr, gyr, gzr, vi = sign * gxr, sign * gyr, sign * gzr, sign * vi
         # per unit frequency: the padded grid has two samples for each
         gxr, gxi, gyr, gyi, gzr, gzi = 2 * gxr, 2 * gxi, 2 * gyr, 2 * gyi, 2 * gzr, 2 * gzi
         wc = w * ctf
@@ -575,6 +585,37 @@ def _unpack(sums, damping, h, g):
 
 
 @_device
+def _limited(sums, damping, away, limit, h, g, x):
+    """The Newton step whose shift stays in a ball (`cpu.limited_step`); False if the system is singular."""
+    _unpack(sums, damping, h, g)
+    trace = h[21] + h[28] + h[35]
+    if not _solve6(h, g, x):
+        return False
+    distance = math.sqrt((away[0] + x[3]) ** 2 + (away[1] + x[4]) ** 2 + (away[2] + x[5]) ** 2)
+    if distance <= limit:
+        return True
+    low, high = 0.0, trace
+    for _ in range(60):
+        middle = high if low == 0.0 else 0.5 * (low + high)
+        _unpack(sums, damping, h, g)
+        for i in range(3):
+            h[(3 + i) * 7] += middle
+            g[3 + i] -= middle * away[i]
+        if not _solve6(h, g, x):
+            return False
+        distance = math.sqrt((away[0] + x[3]) ** 2 + (away[1] + x[4]) ** 2 + (away[2] + x[5]) ** 2)
+        if abs(distance - limit) <= 1e-6 * limit:
+            break
+        if distance > limit:
+            low = middle
+            if not middle < high:
+                high *= 4.0
+        else:
+            low, high = max(low, 1e-9 * middle), middle
+    return True
+
+
+@_device
 def _exp(v0, v1, v2, out):
     """Rotation matrix (9,) of a rotation vector, by Rodrigues' formula."""
     angle = math.sqrt(v0 * v0 + v1 * v1 + v2 * v2)
@@ -590,6 +631,7 @@ def _exp(v0, v1, v2, out):
 @cuda.jit(cache=True)
 def refine(
     reference, c, n, cubes, cube_size, slots, cube_index, k, weights, weight_size, weight_of, weight_index, shell, tables, signed, table_scale, inv_sigma2,
+    curvature,
     rotations, shifts, anchors, max_shift, max_steps, max_angle, stop_angle, stop_shift, sums_out, steps_out,
 ):  # fmt: skip
     """Gauss-Newton of one candidate a block, all steps in one launch; stops on step size, never on the change of cost.
@@ -619,6 +661,7 @@ def refine(
     g = cuda.local.array(6, float64)
     x = cuda.local.array(6, float64)
     turn_by = cuda.local.array(9, float64)
+    away = cuda.local.array(3, float64)
     w, tid = cuda.blockIdx.x, cuda.threadIdx.x
     kind = weight_of[w]
     if tid < 9:
@@ -641,7 +684,7 @@ def refine(
         cuda.syncthreads()
         _accumulate(
             reference, c, n, cubes, slots[w] * cube_size, cube_index, k, weights, kind * weight_size, weight_index, shell, tables[signed[kind]],
-            table_scale[kind], inv_sigma2, pose, acc, tid,
+            table_scale[kind], inv_sigma2, curvature, pose, acc, tid,
         )  # fmt: skip
         for j in range(N_SUMS):
             partial[j * _ROW + tid] = acc[j]
@@ -672,8 +715,13 @@ def refine(
             if flag[1] == 1 or step == max_steps:
                 flag[0] = 1
             else:
-                _unpack(held, damping, h, g)
-                if _solve6(h, g, x):
+                # how far from the anchor, in the reference's frame and the unknowns' unit
+                for r in range(3):
+                    total = 0.0
+                    for m in range(3):
+                        total += now[3 * m + r] * (now[9 + m] - anchors[w, m]) / unit
+                    away[r] = total
+                if _limited(held, damping, away, max_shift / unit, h, g, x):
                     angle = math.sqrt(x[0] * x[0] + x[1] * x[1] + x[2] * x[2])
                     if angle > max_angle:
                         for j in range(6):
@@ -719,6 +767,7 @@ def refine(
 @_jit
 def residual_power(
     reference, c, n, reach2, cubes, cube_size, slots, cube_index, k, weights, weight_size, weight_of, weight_index, shell_start, signed, relative_scale, edges,
+    curvature,
     rotations, shifts, power, count, weight_sum,
 ):  # fmt: skip
     """Residual power of one particle and shell a block, by bins of weight; samples sorted by shell.
@@ -746,7 +795,15 @@ def residual_power(
             qx = rotations[p, 0] * kx + rotations[p, 3] * ky + rotations[p, 6] * kz
             qy = rotations[p, 1] * kx + rotations[p, 4] * ky + rotations[p, 7] * kz
             qz = rotations[p, 2] * kx + rotations[p, 5] * ky + rotations[p, 8] * kz
-            mr, mi = _sample(reference, 0, c, float32(2.0) * qx, float32(2.0) * qy, float32(2.0) * qz)
+            qx, qy, qz = float32(2.0) * qx, float32(2.0) * qy, float32(2.0) * qz
+            mr, mi = _sample(reference, 0, c, qx, qy, qz)
+            dx, dy, dz = qx - math.floor(qx), qy - math.floor(qy), qz - math.floor(qz)
+            mend = (
+                (_ONE + curvature[0] * (dx * (_ONE - dx) - _SIXTH))
+                * (_ONE + curvature[1] * (dy * (_ONE - dy) - _SIXTH))
+                * (_ONE + curvature[2] * (dz * (_ONE - dz) - _SIXTH))
+            )
+            mr, mi = mr * mend, mi * mend
         turns = kx * shifts[p, 0] + ky * shifts[p, 1] + kz * shifts[p, 2]
         turns -= math.floor(turns + float32(0.5))
         angle = float32(2.0 * math.pi) * turns

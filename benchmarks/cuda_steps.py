@@ -1,0 +1,260 @@
+"""Times every step of the CUDA backend on one GPU: microseconds per particle and rotation, from spectra on the device to the best pose.
+
+    python benchmarks/cuda_steps.py [--quick] [-o FILE.json]
+
+Particles are distinct noise volumes (spectra of random values, weights of a +-60 degree wedge); every step does the work it does in a run. The
+steps: turn (columns and weights), search (all shifts of all rotations), den2, scores, choice. Templates are built once a level and are
+given apart and as a share. Copy bandwidth and fp32 rate of this GPU are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import cuda, float32
+
+from numba_glocal.backends import lines
+from numba_glocal.backends.cuda import kernels
+from numba_glocal.backends.cuda.backend import _ball_radius2, _transform_matrices, _Transform, device_name  # noqa: F401
+from numba_glocal.backends.cuda.search import coefficient_table, search_kernel, shift_groups
+from numba_glocal.fourier import grid_band, max_band, padded_offset
+from numba_glocal.geometry import rotvec_to_matrix
+from numba_glocal.noise import TABLE_SIZE
+from numba_glocal.sampling import local_rotations, uniform_rotations
+from numba_glocal.wedge import tilt_range_weights
+
+
+def milliseconds(call: Any, repeats: int = 5) -> float:
+    """Median device time of a call."""
+    call()
+    cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        start, stop = cuda.event(), cuda.event()
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        times.append(cuda.event_elapsed_time(start, stop))
+    return float(np.median(times))
+
+
+@cuda.jit(fastmath=True)
+def _copy(a, b):
+    i = cuda.grid(1)
+    if i < a.shape[0]:
+        b[i] = a[i]
+
+
+@cuda.jit(fastmath=True)
+def _multiply_add(out, rounds):
+    i = cuda.grid(1)
+    a, b, c, d = float32(i), float32(i + 1), float32(i + 2), float32(i + 3)
+    e, f, g, h = float32(i + 4), float32(i + 5), float32(i + 6), float32(i + 7)
+    m = float32(0.999)
+    for _ in range(rounds):
+        for _ in range(16):
+            a, b, c, d = a * m + m, b * m + m, c * m + m, d * m + m
+            e, f, g, h = e * m + m, f * m + m, g * m + m, h * m + m
+    out[i] = a + b + c + d + e + f + g + h
+
+
+def ceilings() -> dict[str, float]:
+    """Copy bandwidth (bytes read and written) and fp32 multiply-add rate."""
+    n = 1 << 28
+    a, b = cuda.device_array(n, np.float32), cuda.device_array(n, np.float32)
+    copy = milliseconds(lambda: _copy[n // 256, 256](a, b))
+    blocks, rounds = 132 * 16, 2000
+    out = cuda.device_array(blocks * 256, np.float32)
+    fma = milliseconds(lambda: _multiply_add[blocks, 256](out, rounds))
+    return {"copy_tb_s": 2 * 4 * n / copy / 1e9, "fp32_tflop_s": blocks * 256 * rounds * 16 * 8 * 2 / fma / 1e9}
+
+
+def case(box: int, k_max: int, rotations: np.ndarray, radius_voxels: float, particles: int, global_search: bool = False) -> dict[str, Any]:
+    """One row: all steps for `particles` particles."""
+    rng = np.random.default_rng(0)
+    step = 0.8 * box / (2 * k_max)
+    cube = lines.shift_cube(radius_voxels, step)
+    band = lines.line_band(float(k_max))
+    c = padded_offset(k_max)
+    size = 2 * (2 * c + 1) ** 2 * (c + 1)
+    held = int(min(particles, 60e9 // (4 * size)))
+    spectra = cuda.device_array(held * size + 65536, np.float32)
+    block = cuda.to_device(rng.normal(size=size).astype(np.float32))
+    for i in range(held):  # distinct: each is another stretch of the same noise
+        shift = int(rng.integers(0, size))
+        spectra[i * size : i * size + size - shift].copy_to_device(block[shift:])
+        if shift:
+            spectra[i * size + size - shift : (i + 1) * size].copy_to_device(block[:shift])
+    weight = tilt_range_weights(box, -60.0, 60.0)
+    weights = cuda.to_device(weight.ravel())
+    n_rotations = len(rotations)
+    items = particles
+    slots = cuda.to_device((np.arange(items) % held).astype(np.int32))
+    kinds = cuda.to_device(np.zeros(items, np.int32))
+    tables = cuda.to_device(np.ones((2, TABLE_SIZE), np.float32))
+    signed, table_scale = cuda.to_device(np.zeros(1, np.int32)), cuda.to_device(np.full(1, TABLE_SIZE - 1, np.float32))
+    inverse = cuda.to_device(np.full(box, 1e-3, np.float32))
+    points, radius, point_weight = cuda.to_device(band.points.ravel()), cuda.to_device(band.radius), cuda.to_device(band.sample_weight)
+    line_start, line_length, plane_start = cuda.to_device(band.line_start), cuda.to_device(band.line_length), cuda.to_device(band.plane_start)
+    starts_host = uniform_rotations(items) if not global_search else np.repeat(np.eye(3)[None], items, 0)
+    starts = cuda.to_device(starts_host.reshape(-1, 9).astype(np.float32))
+    shifts = cuda.to_device(rng.normal(size=(items, 3)).astype(np.float32) / box)
+    padded = -(-n_rotations // 16) * 16
+    templates, powers = cuda.device_array(padded * band.n_pairs * 4, np.float32), cuda.device_array((n_rotations, 2 * band.n_pairs), np.float32)
+    matrices = cuda.to_device(rotations.reshape(-1, 9).astype(np.float32))
+    reference = cuda.device_array(size + 65536, np.float32)
+    reference[:size].copy_to_device(block)
+    coefficients = cuda.to_device(coefficient_table(cube.steps, cube.step_voxels, box, k_max))
+    groups = shift_groups(cube.steps, _ball_radius2(cube))
+    entries = [cuda.to_device(group.entries()) for group in groups]
+    part = int(max(1, min(items, 12e9 // (24 * band.n_pairs + 12 * n_rotations))))
+    columns, den_weight = cuda.device_array((part, 4 * band.n_pairs), np.float32), cuda.device_array((part, 2 * band.n_pairs), np.float32)
+    den, best = cuda.device_array((part, n_rotations), np.float32), cuda.device_array((part, n_rotations), np.float32)
+    best_shift = cuda.device_array((part, n_rotations), np.int32)
+    none = cuda.to_device(np.ones((1, 1), np.float32))
+    power = cuda.to_device(np.ones(part, np.float32))
+    first, count = cuda.to_device(np.arange(part, dtype=np.int32)), cuda.to_device(np.ones(part, np.int32))
+    chosen, chosen_score = cuda.device_array((part, 1), np.int32), cuda.device_array((part, 1), np.float32)
+    flat = columns.reshape(columns.size)
+
+    def build() -> None:
+        kernels.fill_templates[(-(-2 * band.n_pairs // 128), n_rotations), 128](reference, c, points, matrices, templates, powers)
+
+    def turn() -> None:
+        kernels.turn[(-(-2 * band.n_pairs // 128), part), 128](
+            spectra, size, slots, c, weights, weight.size, kinds, box, tables, signed, table_scale, inverse, points, radius, point_weight, starts, shifts, columns, den_weight
+        )  # fmt: skip
+
+    def search() -> None:
+        for group, rows in zip(groups, entries, strict=True):
+            search_kernel(group)[group.grid(n_rotations, part), group.threads](
+                templates, flat, line_start, line_length, plane_start, coefficients, band.n_pairs, n_rotations, part, rows, 0, none, none, best, best_shift
+            )  # fmt: skip
+
+    def den2() -> None:
+        kernels.products[(-(-n_rotations // 32), -(-part // 32)), (16, 16)](den_weight, powers, den)
+
+    def scores() -> None:
+        kernels.finish_scores[(-(-n_rotations // 128), part), 128](best, den, power, 0, np.float32(1.0))
+
+    def choice() -> None:
+        kernels.choose[part, kernels.CHOOSE_THREADS](best, first, count, starts, matrices, np.float32(2.9), 1, chosen, chosen_score)
+
+    built = milliseconds(build)
+    steps = {"turn": milliseconds(turn), "search": milliseconds(search), "den2": milliseconds(den2), "scores": milliseconds(scores), "choice": milliseconds(choice)}
+    per_particle = {name: 1e3 * value / part for name, value in steps.items()}
+    total = sum(per_particle.values()) + 1e3 * built / items
+    operations = _operations(band, cube.steps, groups)
+    return {
+        "box": box,
+        "k_max": k_max,
+        "rotations": n_rotations,
+        "shifts": len(cube.inside),
+        "particles": particles,
+        "distinct": held,
+        "templates_us": round(1e3 * built, 1),
+        "per_particle_us": {name: round(value, 4) for name, value in per_particle.items()},
+        "us_per_particle": round(total, 3),
+        "us_per_particle_and_rotation": round(total / n_rotations, 6),
+        "search_fp32_tinstructions_s": round(operations * n_rotations / per_particle["search"] / 1e6, 2),
+    }
+
+
+def _operations(band: lines.LineBand, steps: int, groups: Any) -> float:
+    """Floating-point instructions (a multiply-add is one) of the search kernel for one particle and rotation."""
+    pairs = band.n_pairs
+    line_pairs = (len(band.line_start) - (len(band.plane_start) - 1)) / 2
+    total = 0.0
+    for group in groups:
+        rows = len(group.z_rows)
+        total += pairs * (12 + (2 if group.has_zero else 0) + 4 * group.count)
+        total += line_pairs * rows * (4 + 2 + 4 * steps)
+        total += (len(band.plane_start) - 1) * group.n_sums
+    return total
+
+
+def refinement(box: int, k_max: int, particles: int) -> dict[str, Any]:
+    """Gauss-Newton: five steps of every particle."""
+    rng = np.random.default_rng(1)
+    c = padded_offset(k_max)
+    size = 2 * (2 * c + 1) ** 2 * (c + 1)
+    reach = max_band(box)
+    cube_size = 2 * (2 * reach + 1) ** 2 * (reach + 1)
+    held = int(min(particles, 40e9 // (4 * cube_size)))
+    reference = cuda.to_device(rng.normal(size=size + 65536).astype(np.float32))
+    cubes = cuda.device_array(held * cube_size + 65536, np.float32)
+    noise = cuda.to_device(rng.normal(size=cube_size).astype(np.float32))
+    for i in range(held):
+        cubes[i * cube_size : (i + 1) * cube_size].copy_to_device(noise)
+    band = grid_band(box, float(reach))
+    inside = np.flatnonzero(band.radius2 <= k_max**2 + 1e-6)
+    k = band.k[inside].astype(np.int32)
+    rows = 2 * reach + 1
+    at = ((k[:, 2] + reach) * rows + k[:, 1] + reach) * (reach + 1) + k[:, 0]
+    weight = tilt_range_weights(box, -60.0, 60.0)
+    items = particles
+    rotations, shifts = cuda.to_device(uniform_rotations(items).reshape(-1, 9)), cuda.to_device(rng.normal(size=(items, 3)))
+    anchors = cuda.to_device(np.zeros((items, 3)))
+    sums, taken = cuda.device_array((items, kernels.N_SUMS), np.float64), cuda.device_array(items, np.int32)
+    arguments = (
+        reference, c, box, cubes, cube_size, cuda.to_device((np.arange(items) % held).astype(np.int32)), cuda.to_device(at.astype(np.int32)),
+        cuda.to_device(np.ascontiguousarray(k.astype(np.int16)).ravel()), cuda.to_device(weight.ravel()), weight.size, cuda.to_device(np.zeros(items, np.int32)),
+        cuda.to_device(band.index[inside].astype(np.int32)), cuda.to_device(band.shell[inside].astype(np.int32)), cuda.to_device(np.ones((2, TABLE_SIZE), np.float32)),
+        cuda.to_device(np.zeros(1, np.int32)), cuda.to_device(np.full(1, TABLE_SIZE - 1, np.float32)), cuda.to_device(np.full(box, 1e-3, np.float32)),
+        cuda.to_device(np.full(3, 0.03, np.float32)), rotations, shifts, anchors, 1e9, 5, math.radians(3.0), -1.0, -1.0, sums, taken,
+    )  # fmt: skip
+    time_ms = milliseconds(lambda: kernels.refine[items, kernels.REFINE_THREADS](*arguments))
+    return {"box": box, "k_max": k_max, "particles": items, "evaluations": 6, "us_per_particle": round(1e3 * time_ms / items, 3)}
+
+
+def transforms(box: int, particles: int) -> dict[str, Any]:
+    """Padding and transforming volumes already on the device, at the full band."""
+    reach = max_band(box)
+    rng = np.random.default_rng(2)
+    volumes = cuda.to_device(rng.normal(size=(particles, box**3)).astype(np.float32))
+    row: dict[str, Any] = {"box": box, "particles": particles}
+    for name, k_max, padded in (("padded_full", reach, True), ("padded_k20", 20, True), ("cube", reach, False)):
+        transform = _Transform(box, k_max, padded)
+        out = cuda.device_array(particles * transform.size, np.float32)
+        row[f"{name}_us"] = round(1e3 * milliseconds(lambda t=transform, o=out: t(volumes, particles, o)) / particles, 2)
+    return row
+
+
+def main() -> None:
+    """Runs all rows and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    local = np.concatenate([local_rotations(4.0, 4)] * 2)[:343] if len(local_rotations(4.0, 4)) < 343 else local_rotations(4.0, 4)[:343]
+    local = local.copy()
+    local[1:] = local[1:] @ rotvec_to_matrix(np.random.default_rng(3).normal(size=(len(local) - 1, 3)) * 0.01)
+    begun = time.perf_counter()
+    results: dict[str, Any] = {"device": device_name(), "ceilings": ceilings(), "rows": [], "refinement": [], "transforms": []}
+    print(results["device"], results["ceilings"], flush=True)
+    rows = [(64, 20, local, 4.0, 10000), (64, 20, local, 4.0, 100), (64, 12, local, 4.0, 10000)]
+    if not options.quick:
+        rows += [(64, 31, local, 4.0, 10000), (128, 40, local, 5.0, 2000)]
+    for box, k_max, rotations, radius, particles in rows:
+        results["rows"].append(case(box, min(k_max, max_band(box)), rotations, radius, particles))
+        print(json.dumps(results["rows"][-1]), flush=True)
+    results["rows"].append(case(64, 8, uniform_rotations(4608), 6.0, 10000, True))
+    print(json.dumps(results["rows"][-1]), flush=True)
+    results["refinement"].append(refinement(64, 20, 10000))
+    print(json.dumps(results["refinement"][-1]), flush=True)
+    results["transforms"].append(transforms(64, 64))
+    print(json.dumps(results["transforms"][-1]), flush=True)
+    results["seconds"] = round(time.perf_counter() - begun, 1)
+    if options.output:
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
