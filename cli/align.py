@@ -27,7 +27,7 @@ from .options import (
     wedge_options,
     worker_options,
 )
-from .running import choose_workers, plan_facts, refuse_input_as_output, run_job, shown_warnings
+from .running import choose_workers, input_paths, plan_facts, run_job, shown_warnings
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(AlignSettings)}
 _CHANGEABLE_ON_RESUME = {"iterations", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "max_bad"}
@@ -87,19 +87,21 @@ def align_command(
     with shown_warnings():
         settings = _settings(ctx, particles, output, job_file, resume, options)
         folder = RunFolder(Path(settings.output))
+        inputs = input_paths(settings.particles, settings.reference, settings.mask)
+        if not resume:
+            folder.check_new(inputs)
+        elif folder.last_state() is None:
+            raise SettingsError(f"--resume: {folder.path} holds no finished iteration; start the run anew")
         workers = choose_workers(settings)
-        job = prepare_job(settings)
+        job = prepare_job(settings, resume)
         for line in job.warnings:
             warn(line)
         print_facts("Plan", plan_facts(job, workers))
         if dry_run:
             say("Dry run: nothing was written.")
             return
-        if resume:
-            if folder.last_state() is None:
-                raise SettingsError(f"--resume: {folder.path} holds no finished iteration; start the run anew")
-        else:
-            folder.create(settings, refuse_input_as_output(folder.path, settings.particles, settings.reference, settings.mask))
+        if not resume:
+            folder.create(settings, inputs)
 
         def work(executor: Any) -> RunResult:
             loop = Refinement(job, executor, folder, Stage)

@@ -26,7 +26,7 @@ from .options import (
     wedge_options,
     worker_options,
 )
-from .running import choose_workers, plan_facts, refuse_input_as_output, run_job, shown_warnings
+from .running import choose_workers, input_paths, plan_facts, run_job, shown_warnings
 
 
 @click.command("average")
@@ -61,6 +61,8 @@ def average_command(particles: Path, output: Path, mask: Path | None, dry_run: b
     """Reconstruct half-maps and average of PARTICLES from the poses as they are, and their FSC."""
     with shown_warnings():
         settings = AverageSettings(particles=str(particles), output=str(output), mask=None if mask is None else str(mask), **options)
+        folder, inputs = RunFolder(output), input_paths(settings.particles, settings.mask)
+        folder.check_new(inputs)
         workers = choose_workers(settings)
         job = prepare_job(settings)
         for line in job.warnings:
@@ -69,6 +71,5 @@ def average_command(particles: Path, output: Path, mask: Path | None, dry_run: b
         if dry_run:
             say("Dry run: nothing was written.")
             return
-        folder = RunFolder(output)
-        folder.create(settings, refuse_input_as_output(output, settings.particles, settings.mask))
+        folder.create(settings, inputs)
         run_job(job, workers, folder, "average", lambda executor: average_run(job, executor, folder, Stage))

@@ -38,7 +38,13 @@ def choose_workers(settings: AlignSettings | AverageSettings) -> int:
     """
     if settings.gpus is not None and resolve_gpus(settings.gpus):
         raise DeviceError(f"--gpus {settings.gpus}: this version aligns on the CPU only; expected --gpus none")
-    return settings.cpu_procs or usable_cores()
+    if settings.procs_per_gpu != "auto":
+        raise SettingsError(f"--procs-per-gpu {settings.procs_per_gpu}: this version aligns on the CPU only; expected --cpu-procs")
+    cores = usable_cores()
+    workers = settings.cpu_procs or cores
+    if workers > max(16, 4 * cores):
+        raise SettingsError(f"--cpu-procs {workers}: expected at most {max(16, 4 * cores)} on {cores} usable cores")
+    return workers
 
 
 @contextmanager
@@ -207,10 +213,6 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
     say("particles.star, fsc.star, report.html")
 
 
-def refuse_input_as_output(output: Path, *inputs: str | None) -> list[Path]:
-    """Inputs as paths, for `RunFolder.create`."""
-    paths = [Path(given) for given in inputs if given]
-    for path in paths:
-        if path.resolve() == output.resolve():
-            raise SettingsError(f"--output {output} is an input of this run; expected another folder")
-    return paths
+def input_paths(*inputs: str | None) -> list[Path]:
+    """The given ones of a run's input files."""
+    return [Path(given) for given in inputs if given]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from .backends.protocols import Grid, ParticleMask
 from .errors import SettingsError, VolumeError
 from .execution.tasks import Chunk
+from .filters import lowpass
 from .fourier import max_band
 from .half_sets import assign_half_sets
 from .io import read_particles, read_volume
@@ -43,6 +44,8 @@ class Job:
     diameter_source : str
     k_min, k_limit : float
         Band limits, 1 / box of the worked grid.
+    start_map : (n, n, n) float32 or None
+        Low-passed, on the worked grid; None where the start is the average of the given poses, or an earlier iteration.
     warnings : list of str
     """
 
@@ -56,6 +59,7 @@ class Job:
     diameter_source: str
     k_min: float
     k_limit: float
+    start_map: NDArray[np.float32] | None = field(repr=False)
     warnings: list[str]
 
     @property
@@ -79,8 +83,14 @@ class Job:
         return self.grid.binned_box_size * self.grid.binned_pixel_size_angst / resolution_angst
 
 
-def prepare_job(settings: AlignSettings | AverageSettings) -> Job:
-    """Reads list, headers, mask and half-sets; refuses what cannot work.
+def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False) -> Job:
+    """Reads list, headers, mask, start map and half-sets; refuses what cannot work.
+
+    Parameters
+    ----------
+    settings : AlignSettings or AverageSettings
+    resume : bool
+        The start map is not needed any more.
 
     Raises
     ------
@@ -114,6 +124,7 @@ def prepare_job(settings: AlignSettings | AverageSettings) -> Job:
     size_angst = binned * grid.binned_pixel_size_angst
     k_limit = float(max_band(binned))
     k_min = 0.0
+    reference = None
     if isinstance(settings, AlignSettings):
         if settings.lowpass_angst is not None:
             k_limit = min(k_limit, size_angst / settings.lowpass_angst)
@@ -126,7 +137,9 @@ def prepare_job(settings: AlignSettings | AverageSettings) -> Job:
             )
         if settings.score == "flcf" and settings.mask is not None:
             raise SettingsError("--score flcf with a --mask file is not supported yet; expected --score ml or ncc, or a spherical mask")
-    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, warnings)
+        if settings.reference is not None and not resume:
+            reference = _start_map(grid, settings.reference, settings.initial_lowpass_angst, warnings)
+    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings)
 
 
 def _masks(settings: AlignSettings | AverageSettings, grid: Grid) -> tuple[NDArray[np.float32], str, ParticleMask, float, str]:
@@ -153,25 +166,17 @@ def _masks(settings: AlignSettings | AverageSettings, grid: Grid) -> tuple[NDArr
     return spherical_mask(n, radius, settings.soft_edge_voxels), f"sphere of {diameter:.0f} A", sphere, diameter, source
 
 
-def start_map(job: Job, path: str, lowpass_angst: float) -> NDArray[np.float32]:
-    """The start map on the worked grid, low-passed.
-
-    Raises
-    ------
-    VolumeError
-        Another box, or nothing in it.
-    """
-    from .filters import lowpass
-
+def _start_map(grid: Grid, path: str, lowpass_angst: float, warnings: list[str]) -> NDArray[np.float32]:
+    """The start map on the worked grid, low-passed."""
     volume = read_volume(Path(path))
-    if volume.box_size != job.grid.box_size:
-        raise VolumeError(f"{path}: its box is {volume.box_size}, expected {job.grid.box_size} as the particles")
+    if volume.box_size != grid.box_size:
+        raise VolumeError(f"{path}: its box is {volume.box_size}, expected {grid.box_size} as the particles")
     if not np.isfinite(volume.data).all() or float(np.ptp(volume.data)) == 0.0:
         raise VolumeError(f"{path}: expected a map, found values that are constant or not finite")
     pixel = volume.pixel_size_angst
-    if np.isfinite(pixel) and abs(pixel / job.grid.pixel_size_angst - 1.0) > 0.02:
-        job.warnings.append(f"{path}: its header says {pixel:g} A, the particles have {job.grid.pixel_size_angst:g} A; the map is used as it is")
-    return lowpass(fourier_crop(volume.data, job.grid.binned_box_size), job.grid.binned_pixel_size_angst, lowpass_angst)
+    if np.isfinite(pixel) and abs(pixel / grid.pixel_size_angst - 1.0) > 0.02:
+        warnings.append(f"{path}: its header says {pixel:g} A, the particles have {grid.pixel_size_angst:g} A; the map is used as it is")
+    return lowpass(fourier_crop(volume.data, grid.binned_box_size), grid.binned_pixel_size_angst, lowpass_angst)
 
 
 def make_chunks(particles: ParticleSet, anchors_angst: FloatArray, half: int, parts: int = 8, largest: int = 128) -> list[Chunk]:

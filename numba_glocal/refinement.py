@@ -26,7 +26,7 @@ from .execution.executors import gather_in_order
 from .execution.tasks import AlignTask, ReferenceFile, SumResult, SumTask, run_task, write_reference
 from .geometry import angle_between_deg
 from .io import read_volume, write_volume
-from .job import Job, make_chunks, start_map
+from .job import Job, make_chunks
 from .noise import NoiseModel, ResidualPower, fit_noise
 from .resolution import Crossing, find_crossing, half_map_fsc
 from .results import RunFolder, RunState, finite_or_none
@@ -204,9 +204,8 @@ class Refinement:
         )
         folder = self.folder.iteration_folder(0)
         folder.mkdir(parents=True, exist_ok=True)
-        if settings.reference is not None:
-            reference = start_map(job, settings.reference, settings.initial_lowpass_angst)
-            masked = self._masked(reference)
+        if job.start_map is not None:
+            masked = self._masked(job.start_map)
             if not np.any(masked):
                 raise SettingsError(f"{settings.reference}: nothing is left of it under the mask and low-pass")
             files = {half: write_reference(folder / f"reference{half}.npy", masked) for half in HALVES}

@@ -90,8 +90,8 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def create(self, settings: AlignSettings | AverageSettings, inputs: list[Path]) -> None:
-        """Makes the folder and writes the job.
+    def check_new(self, inputs: list[Path]) -> None:
+        """Refuses a folder that cannot be a new run's.
 
         Raises
         ------
@@ -108,6 +108,18 @@ class RunFolder:
             if (self.path / "job.toml").exists():
                 hint = "; --resume goes on with it" if self.last_state() else "; the run in it finished no iteration, remove it to start anew"
             raise SettingsError(f"--output {self.path} is not empty; expected a new folder{hint}")
+
+    def create(self, settings: AlignSettings | AverageSettings, inputs: list[Path]) -> None:
+        """Makes the folder and writes the job.
+
+        Raises
+        ------
+        SettingsError
+            As `check_new`.
+        InputError
+            The folder cannot be made.
+        """
+        self.check_new(inputs)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as problem:

@@ -13,6 +13,8 @@ from .errors import SettingsError
 from .values import SCORES
 
 SPLITS = ("file", "particle", "tomogram")
+MOST_ANGLE_SHELLS = 20
+"""33 thousand rotations in the first search; more is a mistake, not a local search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,18 +130,28 @@ class AlignSettings:
             raise SettingsError(f"--binning: expected 1 or more, found {self.binning}")
         if not 0 < self.fsc_criterion < 1:
             raise SettingsError(f"--fsc-criterion: expected between 0 and 1, found {self.fsc_criterion}")
-        if self.angle_shells < 0:
-            raise SettingsError(f"--angle-shells: expected 0 or more, found {self.angle_shells}")
+        if not 0 <= self.angle_shells <= MOST_ANGLE_SHELLS:
+            raise SettingsError(f"--angle-shells: expected 0 to {MOST_ANGLE_SHELLS}, found {self.angle_shells}")
         if self.angle_shells * self.angle_increment_deg >= 180:
             raise SettingsError(
                 f"--angle-shells {self.angle_shells} x --angle-increment {self.angle_increment_deg:g} reaches 180 degrees; expected a local search"
             )
         if self.iterations < 1:
             raise SettingsError(f"--iterations: expected 1 or more, found {self.iterations}")
-        if self.soft_edge_voxels < 0:
+        if self.seed < 0:
+            raise SettingsError(f"--seed: expected 0 or more, found {self.seed}")
+        if not 0 <= self.soft_edge_voxels < math.inf:
             raise SettingsError(f"--soft-edge: expected 0 or more, found {self.soft_edge_voxels}")
         if self.highpass_angst is not None and self.lowpass_angst is not None and self.highpass_angst <= self.lowpass_angst:
             raise SettingsError(f"--highpass {self.highpass_angst:g} A must be coarser than --lowpass {self.lowpass_angst:g} A: nothing is left")
+        if self.tilt_range_deg is not None:
+            low, high = self.tilt_range_deg
+            if not -90 <= low < high <= 90:
+                raise SettingsError(f"--tilt-range: expected -90 <= smallest < largest <= 90 degrees, found {low:g} {high:g}")
+        if self.cpu_procs is not None and self.cpu_procs < 1:
+            raise SettingsError(f"--cpu-procs: expected 1 or more, found {self.cpu_procs}")
+        if self.procs_per_gpu != "auto" and not (self.procs_per_gpu.isdecimal() and int(self.procs_per_gpu) > 0):
+            raise SettingsError(f"--procs-per-gpu: expected auto or a number of processes, found {self.procs_per_gpu!r}")
         if self.subset is not None and self.subset < 2:
             raise SettingsError(f"--subset: expected 2 or more particles of each half, found {self.subset}")
         if self.max_bad is not None and self.max_bad < 0:
@@ -238,6 +250,8 @@ def read_job_file(path: Path) -> dict[str, Any]:
         if not isinstance(value, allowed) or (isinstance(value, bool) and "bool" not in kind):
             raise SettingsError(f"{path}: {name} expects {kind.replace(' | None', '')}, found {value!r}")
         if isinstance(value, list):
+            if len(value) != 2 or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in value):
+                raise SettingsError(f"{path}: {name} expects two numbers, found {value!r}")
             values[name] = tuple(float(v) for v in value)
         elif "float" in kind and not isinstance(value, bool):
             values[name] = float(value)
