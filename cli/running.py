@@ -13,7 +13,7 @@ from typing import Any
 
 from numba_glocal.alignment import SearchPlan, search_levels
 from numba_glocal.devices import memory_bytes, resolve_gpus
-from numba_glocal.errors import DeviceError, SettingsError
+from numba_glocal.errors import DeviceError, SettingsError, plural
 from numba_glocal.execution.executors import make_executor
 from numba_glocal.execution.pinning import usable_cores
 from numba_glocal.execution.pool import WorkerEvent
@@ -208,7 +208,7 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
         last = state.history[-1]
         say(f"Median change of the last iteration: {last['angle_change_deg']:.2f} degrees, {last['shift_change_angst']:.2f} A.")
     if result.bad:
-        say(f"{len(result.bad)} particles were left out; they are listed in the report.")
+        say(f"Left out: {plural(len(result.bad), 'particle')} that cannot be used, listed in the report and in log.txt.")
     say(f"{result.half_counts[0]} + {result.half_counts[1]} particles, {seconds:.1f} s. Results in {folder.path}: average.mrc, half1.mrc, half2.mrc,")
     say("particles.star, fsc.star, report.html")
 

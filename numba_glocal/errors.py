@@ -7,6 +7,11 @@ class GlocalError(Exception):
     """A problem the user can act on; its text is one line that names the file, what was expected and what was found."""
 
 
+def plural(count: int, word: str) -> str:
+    """``1 particle``, ``2 particles``."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
 class InputError(GlocalError):
     """A file that is missing, unreadable, inconsistent or not understood."""
 

@@ -13,7 +13,7 @@ from .backends.protocols import Grid, ParticleMask
 from .errors import SettingsError, VolumeError
 from .execution.tasks import Chunk
 from .filters import lowpass
-from .fourier import max_band
+from .fourier import grid_shells, max_band
 from .half_sets import assign_half_sets
 from .io import read_particles, read_volume
 from .masks import check_mask, spherical_mask
@@ -23,6 +23,7 @@ from .shifts import binned_box_size
 from .values import FloatArray, ParticleSet
 
 _DEFAULT_DIAMETER_OF_BOX = 0.8
+_CHECKED_WEIGHTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +132,27 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         if settings.highpass_angst is not None:
             k_min = size_angst / settings.highpass_angst
         if k_limit < max(3.0, k_min + 2.0):
+            given = {"--highpass": settings.highpass_angst, "--lowpass": settings.lowpass_angst, "--binning": settings.binning}
+            named = ", ".join(f"{option} {value:g}" for option, value in given.items() if value not in (None, 1.0)) or "the box"
             raise SettingsError(
-                f"the band {'' if settings.highpass_angst is None else f'{settings.highpass_angst:g} A '}to {size_angst / k_limit:.1f} A"
-                f" leaves nothing to align in a box of {size_angst:.0f} A"
+                f"{named}: nothing is left to align between {size_angst / max(k_min, 1.0):.3g} A and {size_angst / k_limit:.3g} A"
+                f" in a box of {size_angst:.4g} A; expected a wider band"
             )
         if settings.score == "flcf" and settings.mask is not None:
             raise SettingsError("--score flcf with a --mask file is not supported yet; expected --score ml or ncc, or a spherical mask")
         if settings.reference is not None and not resume:
             reference = _start_map(grid, settings.reference, settings.initial_lowpass_angst, warnings)
+    _check_weights(particles, reader, k_min, k_limit)
     return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings)
+
+
+def _check_weights(particles: ParticleSet, reader: ParticleReader, k_min: float, k_limit: float) -> None:
+    """The first few weight volumes are read before work starts; a bad one among the others costs its particles only."""
+    shells = grid_shells(reader.grid.binned_box_size)
+    band = (shells >= max(1.0, k_min)) & (shells <= k_limit)
+    for path in list(dict.fromkeys(particles.weight_paths))[:_CHECKED_WEIGHTS]:
+        if not reader.read_weight(path)[band].any():
+            raise VolumeError(f"{path or '--tilt-range'}: a wedge that leaves nothing in the band; expected weights other than 0 there")
 
 
 def _masks(settings: AlignSettings | AverageSettings, grid: Grid) -> tuple[NDArray[np.float32], str, ParticleMask, float, str]:
@@ -148,7 +161,7 @@ def _masks(settings: AlignSettings | AverageSettings, grid: Grid) -> tuple[NDArr
     box_angst = n * pixel
     diameter, source = settings.particle_diameter_angst, "--particle-diameter"
     if diameter is not None and diameter > box_angst * math.sqrt(3.0):
-        raise SettingsError(f"--particle-diameter {diameter:g} A does not fit the box of {box_angst:.0f} A")
+        raise SettingsError(f"--particle-diameter {diameter:g} A does not fit the box of {box_angst:.3g} A ({n} voxels of {pixel:.3g} A)")
     if settings.mask is not None:
         volume = read_volume(Path(settings.mask))
         mask = check_mask(volume.data, grid.box_size, settings.mask)

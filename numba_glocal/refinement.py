@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from .alignment import ChunkResult, SearchPlan, angular_resolution_deg, shift_step_angst
 from .averaging import merge, move_frame, reconstruct, relative_motion
 from .backends.protocols import WeightedSum
-from .errors import GlocalError, SettingsError
+from .errors import GlocalError, SettingsError, plural
 from .execution.executors import gather_in_order
 from .execution.tasks import AlignTask, ReferenceFile, SumResult, SumTask, run_task, write_reference
 from .geometry import angle_between_deg
@@ -105,15 +105,18 @@ class Refinement:
         self.folder.event("stage", title=title, particles=total, seconds=round(time.perf_counter() - begun, 3))
 
     def _note_bad(self, task: Any, bad: list[tuple[int, str]]) -> None:
-        for index, reason in bad:
-            row = int(task.chunk.rows[index])
+        self._note_rows([int(task.chunk.rows[index]) for index, _ in bad], task, bad)
+
+    def _note_rows(self, rows: list[int], task: Any, bad: list[tuple[int, str]]) -> None:
+        """`rows` of the whole set are unusable."""
+        for row, (index, reason) in zip(rows, bad, strict=True):
             if row not in self._bad:
                 self._bad[row] = reason
                 _log.warning("particle %s is left out: %s", task.chunk.names[index], reason)
                 self.folder.event("bad_particle", name=task.chunk.names[index], reason=reason)
         if len(self._bad) > self.job.max_bad:
             shown = "; ".join(f"{self.job.particles.names[row]}: {reason}" for row, reason in list(self._bad.items())[:3])
-            raise GlocalError(f"{len(self._bad)} particles cannot be used, at most {self.job.max_bad} are tolerated (--max-bad): {shown}")
+            raise GlocalError(f"{plural(len(self._bad), 'particle')} cannot be used, at most {self.job.max_bad} are tolerated (--max-bad): {shown}")
 
     def _align(
         self,
@@ -177,6 +180,10 @@ class Refinement:
 
     def _fit_noise(self, residuals: dict[int, ResidualPower], k_max: float) -> dict[int, NoiseModel]:
         """Noise of each half from its own residuals."""
+        for half in HALVES:
+            if not residuals[half].count.any():
+                unusable = plural(len(self._bad), "particle")
+                raise GlocalError(f"half-set {half} has no usable particles; expected at least 2 ({unusable} of the list cannot be used)")
         return {half: fit_noise(residuals[half], min(3, int(k_max)), int(k_max)) for half in HALVES}
 
     def _start(self) -> RunState:
@@ -230,7 +237,8 @@ class Refinement:
         assert isinstance(settings, AlignSettings)
         scored = {}
         rows = {half: np.flatnonzero(job.particles.half == half)[:_SCALE_PARTICLES] for half in HALVES}
-        some = job.particles.take(np.sort(np.concatenate(list(rows.values()))))
+        looked_at = np.sort(np.concatenate(list(rows.values())))
+        some = job.particles.take(looked_at)
         chunks = [(half, chunk) for half in HALVES for chunk in make_chunks(some, some.poses.shifts_angst, half)]
         plan = SearchPlan(state.increment_deg, settings.angle_shells, state.shift_range_angst, state.k_max)
 
@@ -257,6 +265,7 @@ class Refinement:
         power = {half: ResidualPower.empty(job.grid.binned_box_size // 2 + 1) for half in HALVES}
         # with a vanishing reference the residual is the whole power: a first guess of the noise
         for task, result in self._subset_results("first look at the noise", tasks(1e-12, self._flat_noise(), None)):
+            self._note_rows([int(looked_at[task.chunk.rows[index]]) for index, _ in result.bad], task, result.bad)
             power[task.chunk.half] += result.residuals
         noise = self._fit_noise(power, state.k_max)
         numerator = denominator = 0.0
@@ -284,7 +293,7 @@ class Refinement:
         return scale
 
     def _subset_results(self, title: str, tasks: list[AlignTask]) -> Iterable[tuple[AlignTask, ChunkResult]]:
-        """As `_results`, for particles taken out of their set: bad ones are noted when the whole set is read."""
+        """As `_results`, for particles taken out of their set, whose rows are not those of the set."""
         with self.stage(title, sum(len(task.chunk) for task in tasks)) as running:
             results = gather_in_order(self.executor, run_task, tasks, progress=lambda task, result: running.advance(len(task.chunk)))
             yield from zip(tasks, results, strict=True)

@@ -55,3 +55,9 @@ def invoke(monkeypatch):
         if isinstance(handler, logging.FileHandler):
             log.removeHandler(handler)
             handler.close()
+
+
+@pytest.fixture
+def no_report(monkeypatch):
+    """The report takes a second, and most tests do not look at it."""
+    monkeypatch.setattr(running, "write_report", lambda *_: None)
