@@ -65,7 +65,6 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @_option("--iterations", key="iterations", kind=int, text="How often to iterate.")
 @click.option("--invert-contrast", is_flag=True, default=None, help="The particles' contrast is opposite to the map's.")
 @click.option("--normalise/--no-normalise", "normalise", default=None, help="Particles to mean 0, deviation 1 outside the mask. [default: yes]")
-@click.option("--premultiplied/--not-premultiplied", "premultiplied", default=None, help="Overrides the list's flag.")
 @_option("--max-bad", key="max_bad", kind=int, text="Unusable particles tolerated. [default: the larger of 1 % and 3]", metavar="N")
 @_option("--cache-gib", key="cache_gib", kind=float, text="Memory of each worker for prepared particles.", metavar="GIB")
 @seed_option

@@ -49,7 +49,7 @@ from .running import choose_workers, input_paths, plan_facts, run_job, shown_war
 @click.option("--split", type=click.Choice(SPLITS), default="file", show_default=True, help="Half-sets: of the list, by particle, by tomogram.")
 @click.option("--invert-contrast", is_flag=True, help="Turn black into white.")
 @click.option("--normalise/--no-normalise", "normalise", default=True, show_default=True, help="Particles to mean 0, deviation 1 outside the mask.")
-@click.option("--premultiplied/--not-premultiplied", "premultiplied", default=None, help="Overrides the list's flag.")
+@click.option("--premultiplied/--not-premultiplied", "premultiplied", default=None, help="Overrides the list's flag (--weighting ctf).")
 @click.option("--max-bad", type=int, metavar="N", help="Unusable particles tolerated. [default: the larger of 1 % and 3]")
 @click.option("--cache-gib", type=float, default=2.0, show_default=True, metavar="GIB", help="Memory of each worker for prepared particles.")
 @seed_option

@@ -99,7 +99,8 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         One line that says what is wrong.
     """
     warnings: list[str] = []
-    particles = read_particles(Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, premultiplied=settings.premultiplied)
+    premultiplied = settings.premultiplied if isinstance(settings, AverageSettings) else None
+    particles = read_particles(Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, premultiplied=premultiplied)
     half, notes = assign_half_sets(particles, settings.split, settings.seed)
     warnings += notes
     particles = particles.with_half(half)

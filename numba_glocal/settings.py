@@ -62,8 +62,6 @@ class AlignSettings:
     iterations : int
     seed : int
     invert_contrast, normalise : bool
-    premultiplied : bool or None
-        Overrides what the list says.
     subset : int or None
         Particles of each half.
     max_bad : int or None
@@ -100,7 +98,6 @@ class AlignSettings:
     seed: int = 0
     invert_contrast: bool = False
     normalise: bool = True
-    premultiplied: bool | None = None
     subset: int | None = None
     max_bad: int | None = None
     gpus: str | None = None
@@ -166,6 +163,8 @@ class AverageSettings:
     ----------
     weighting : str
         "noise": weights from fitted noise. "ctf": the classical sums, ``C X`` over ``C^2`` (``X`` over ``C`` for lists flagged as premultiplied).
+    premultiplied : bool or None
+        Overrides what the list says; only the classical sums ask.
     """
 
     particles: str
@@ -195,8 +194,10 @@ class AverageSettings:
     def __post_init__(self) -> None:
         """Refuses what `AlignSettings` refuses, and unknown weightings."""
         _one_of("--weighting", self.weighting, ("ctf", "noise"))
-        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "weighting"}
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("weighting", "premultiplied")}
         AlignSettings(**shared)
+        if self.premultiplied is not None and self.weighting != "ctf":
+            raise SettingsError("--premultiplied: matters for --weighting ctf only; other weights come from the noise itself")
 
 
 def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:

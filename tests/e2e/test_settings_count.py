@@ -1,0 +1,194 @@
+"""Every setting of `align` does something, or is refused: one row each, and a setting without a row fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import gemmi
+import mrcfile
+import numpy as np
+import pytest
+from scipy import ndimage
+
+from numba_glocal.errors import GlocalError
+from numba_glocal.settings import AlignSettings
+from numba_glocal.simulation import SimulationSettings, simulate
+
+
+def column(run, label):
+    block = gemmi.cif.read(str(run / "particles.star")).find_block("particles")
+    return np.array([float(v) for v in block.find_values("_" + label)])
+
+
+def shifts_angst(run):
+    return np.stack([column(run, f"rlnOrigin{axis}Angst") for axis in "XYZ"], 1)
+
+
+def poses(run):
+    return np.concatenate([np.stack([column(run, f"rlnAngle{name}") for name in ("Rot", "Tilt", "Psi")], 1), shifts_angst(run)], 1)
+
+
+def history(run):
+    with np.load(sorted(run.glob("iter_*/state.npz"))[-1]) as state:
+        return json.loads(str(state["facts"]))["history"]
+
+
+def average(run):
+    with mrcfile.open(run / "average.mrc") as file:
+        return np.array(file.data), round(float(file.voxel_size.x), 3)
+
+
+def other_poses(base, changed):
+    return np.abs(poses(base) - poses(changed)).max() > 1e-3
+
+
+def other_mask(base, changed):
+    return np.abs(mrcfile.read(base / "mask.mrc") - mrcfile.read(changed / "mask.mrc")).max() > 0.1
+
+
+def other_halves(base, changed):
+    return (column(base, "rlnRandomSubset") != column(changed, "rlnRandomSubset")).any()
+
+
+# setting -> (value, further settings of both runs, what differs between a run without and with it)
+SETTINGS = {
+    "particles": (lambda t: str(t.truth), {}, other_poses),
+    "output": (None, {}, lambda base, changed: base != changed and changed.exists()),
+    "reference": (lambda t: str(t.blurred), {}, other_poses),
+    "initial_lowpass_angst": (100.0, {}, other_poses),
+    "mask": (lambda t: str(t.mask), {}, other_mask),
+    "particle_diameter_angst": (120.0, {}, other_mask),
+    "soft_edge_voxels": (1.0, {}, other_mask),
+    "pixel_size_angst": (8.0, {"initial_lowpass_angst": 40.0}, lambda base, changed: average(base)[1] == 16 and average(changed)[1] == 8),
+    "binning": (1.25, {}, lambda base, changed: average(changed)[0].shape == (16,) * 3 and average(changed)[1] == 20),
+    "angle_shells": (0, {}, other_poses),
+    "angle_increment_deg": (1.0, {}, lambda base, changed: history(changed)[0]["increment_deg"] == 1.0 and other_poses(base, changed)),
+    "shift_range_angst": (1.0, {}, other_poses),
+    "max_shift_angst": (
+        4.0,
+        {},
+        # the halves' common frame moves all of a half by an Angstrom or two afterwards
+        lambda base, changed: np.linalg.norm(shifts_angst(changed), axis=1).max() < 6 < 10 < np.linalg.norm(shifts_angst(base), axis=1).max(),
+    ),
+    "adaptive": (
+        False,
+        {"iterations": 2, "angle_increment_deg": 12.0},
+        lambda base, changed: history(changed)[1]["increment_deg"] == 12 > history(base)[1]["increment_deg"],
+    ),
+    "score": ("ncc", {}, lambda base, changed: column(base, "ngScore").max() > 1 >= column(changed, "ngScore").max()),
+    "highpass_angst": (130.0, {}, other_poses),
+    "lowpass_angst": (70.0, {"iterations": 2}, lambda base, changed: history(base)[1]["band_angst"] < 70 <= history(changed)[1]["band_angst"]),
+    "fsc_criterion": (0.9, {}, lambda base, changed: history(changed)[0]["resolution_angst"] > history(base)[0]["resolution_angst"]),
+    "tilt_range_deg": ((-30.0, 50.0), {"particles": "no_weights"}, other_poses),
+    "tilt_axis": ("x", {"particles": "no_weights", "tilt_range_deg": (-30.0, 50.0)}, other_poses),
+    "flip_tilt": (True, {"particles": "no_weights", "tilt_range_deg": (-20.0, 60.0)}, other_poses),
+    "split": ("tomogram", {}, other_halves),
+    "seed": (5, {"split": "particle"}, other_halves),
+    "iterations": (2, {}, lambda base, changed: (len(history(base)), len(history(changed))) == (1, 2)),
+    "invert_contrast": (True, {}, "leave out --invert-contrast"),
+    "normalise": (False, {"particles": "louder"}, lambda base, changed: average(changed)[0].std() > 5 * average(base)[0].std()),
+    "subset": (3, {}, lambda base, changed: len(column(base, "ngScore")) == 12 and len(column(changed, "ngScore")) == 6),
+    "max_bad": (0, {"particles": "one_bad"}, "at most 0"),
+}
+ELSEWHERE = {
+    "gpus": "tests/cli/test_bad_input.py",
+    "procs_per_gpu": "tests/cli/test_bad_input.py",
+    "cpu_procs": "tests/e2e/test_determinism.py",
+    "cache_gib": "tests/backends: a budget, no result may depend on it",
+}
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sets")
+    made = simulate(folder, SimulationSettings(count=12, box_size=20, pixel_size_angst=16.0, snr=0.5, seed=2))
+
+    def write(name, data):
+        with mrcfile.new(folder / name) as file:
+            file.set_data(np.asarray(data, np.float32))
+            file.voxel_size = 16.0
+        return folder / name
+
+    reference = mrcfile.read(made.reference)
+    grid = np.indices(reference.shape) - 10
+    lists = {"truth": made.truth, "start": made.start, "reference": made.reference}
+    lists["blurred"] = write("blurred.mrc", ndimage.gaussian_filter(reference, 1.5))
+    lists["mask"] = write("box_mask.mrc", np.abs(grid).max(0) <= 6)
+    text = made.start.read_text()
+    # without the weight volumes
+    labels = [line.split()[0] for line in text.splitlines() if line.startswith("_rln")]
+    labels = labels[labels.index("_rlnImageName") :]
+    place = labels.index("_rlnCtfImage")
+    lines = []
+    for line in text.splitlines():
+        cells = line.split()
+        if "subtomo/" in line:
+            line = " ".join(cells[:place] + cells[place + 1 :])
+        if not line.startswith("_rlnCtfImage"):
+            lines.append(line)
+    lists["no_weights"] = folder / "no_weights.star"
+    lists["no_weights"].write_text("\n".join(lines) + "\n")
+    # ten times as loud; one that is constant
+    for name in ("louder", "one_bad"):
+        lists[name] = folder / f"{name}.star"
+        lists[name].write_text(text.replace("subtomo/particle", f"{name}/particle"))
+        shutil.copytree(folder / "subtomo", folder / name)
+    for path in (folder / "louder").glob("particle*"):
+        with mrcfile.open(path, "r+") as file:
+            file.set_data(np.array(file.data) * np.float32(10))
+    with mrcfile.open(folder / "one_bad" / "particle_00003.mrc", "r+") as file:
+        file.set_data(np.ones((20,) * 3, np.float32))
+    return type("Sets", (), lists)
+
+
+@pytest.fixture(scope="module")
+def base_run(sets, align_here, tmp_path_factory):
+    """Runs by their settings, each made once."""
+    runs = {}
+
+    def base_run(settings):
+        key = repr(sorted(settings.items()))
+        if key not in runs:
+            runs[key] = tmp_path_factory.mktemp("base") / "run"
+            align_here(output=runs[key], **settings)
+        return runs[key]
+
+    return base_run
+
+
+def test_no_setting_is_forgotten():
+    assert set(SETTINGS) | set(ELSEWHERE) == {field.name for field in dataclasses.fields(AlignSettings)}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_setting_counts(name, sets, base_run, align_here, tmp_path):
+    value, common, differs = SETTINGS[name]
+    settings = {
+        "particles": "start",
+        "reference": str(sets.reference),
+        "particle_diameter_angst": 200.0,
+        "initial_lowpass_angst": 80.0,
+        "iterations": 1,
+        **common,
+    }
+    if name == "invert_contrast" or name == "mask":
+        settings["initial_lowpass_angst"] = 60.0
+    settings["particles"] = str(getattr(sets, settings["particles"]))
+    base = base_run(settings)
+    changed = dict(settings)
+    if value is not None:
+        changed[name] = value(sets) if callable(value) else value
+    if isinstance(differs, str):
+        with pytest.raises(GlocalError, match=differs):
+            align_here(output=tmp_path / "run", **changed)
+    else:
+        align_here(output=tmp_path / "run", **changed)
+        assert differs(base, Path(tmp_path / "run"))
+
+
+def test_unused_tilt_range_is_said(sets, align_here, tmp_path):
+    job = align_here(str(sets.start), tmp_path / "run", reference=str(sets.reference), iterations=1, tilt_range_deg=(-30.0, 50.0))
+    assert any("--tilt-range is not used" in line for line in job.warnings)
