@@ -254,7 +254,7 @@ def main(arguments: list[str] | None = None, folder: Path = RESULTS) -> None:
             make_set_a(options.data, shared)
             schedule = ["--fixed", "--angle-increment", "3", "--angle-shells", "3", "--shift-range", f"{3 * PIXEL_ANGST:g}"]
             schedule += ["--iterations", str(COMPARED_ITERATION)]
-            full = [*schedule, "--initial-lowpass", f"{BOX * PIXEL_ANGST / FULL_BAND:g}"]
+            full = [*schedule, "--initial-lowpass", f"{BOX * PIXEL_ANGST / (FULL_BAND + 0.01):g}"]
             jit = scratch / "jit"
             jit.mkdir()
             rows += run_ours(shared, options.data, scratch / "cold", "defaults, cold", [], cores, jit)
