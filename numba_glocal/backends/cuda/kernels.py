@@ -21,6 +21,7 @@ _SEGMENT = REFINE_THREADS // _SEGMENTS
 _PARTIALS = N_SUMS * REFINE_THREADS
 _ROW = REFINE_THREADS + 1
 _SHARED_PARTIALS = N_SUMS * _ROW
+_SEGMENT_SUMS = N_SUMS * _SEGMENTS
 CHOOSE_THREADS = 128
 REDUCE_THREADS = 256
 _TILE = 32
@@ -649,7 +650,7 @@ def refine(
     sums_out : (w, 29) float64, steps_out : (w,) int32
     """
     partial = cuda.shared.array(_SHARED_PARTIALS, float32)
-    segment = cuda.shared.array(N_SUMS * _SEGMENTS, float64)
+    segment = cuda.shared.array(_SEGMENT_SUMS, float64)
     sums = cuda.shared.array(N_SUMS, float64)
     held = cuda.shared.array(N_SUMS, float64)
     pose = cuda.shared.array(12, float32)
