@@ -30,7 +30,8 @@ from .options import (
 from .running import choose_workers, input_paths, plan_facts, run_job, shown_warnings
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(AlignSettings)}
-_CHANGEABLE_ON_RESUME = {"iterations", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "max_bad"}
+_CHANGEABLE_ON_RESUME = {"iterations", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "max_bad", "output"}
+_PATHS = {"particles", "reference", "mask"}
 
 
 def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> Any:
@@ -99,7 +100,9 @@ def align_command(
         if dry_run:
             say("Dry run: nothing was written.")
             return
-        if not resume:
+        if resume:
+            folder.write_job(settings)
+        else:
             folder.create(settings, inputs)
 
         def work(executor: Any) -> RunResult:
@@ -131,8 +134,10 @@ def _settings(
             raise SettingsError("--resume needs the run's folder: -o FOLDER")
         base = read_job_file(output / "job.toml")
         for key, value in given.items():
-            if key not in _CHANGEABLE_ON_RESUME | {"output", "particles"} and base.get(key, _DEFAULTS.get(key)) != value:
-                raise SettingsError(f"--resume: {key} was {base.get(key, _DEFAULTS.get(key))} in this run and cannot become {value}")
+            before = base.get(key, _DEFAULTS.get(key))
+            same = Path(before).resolve() == Path(value).resolve() if key in _PATHS and before is not None else before == value
+            if key not in _CHANGEABLE_ON_RESUME and not same:
+                raise SettingsError(f"--resume: {key} was {before} in this run and cannot become {value}")
     elif job_file is not None:
         base = read_job_file(job_file)
     merged = base | given

@@ -376,10 +376,11 @@ class Refinement:
         assert isinstance(settings, AlignSettings)
         state = self.folder.last_state() if resume else None
         if state is None:
-            with_start = self.folder.path / "start.npz"
-            np.savez(with_start, rotations=self.job.particles.poses.rotations, shifts_angst=self.job.particles.poses.shifts_angst)
+            self.folder.write_start(self.job.particles.poses)
             state = self._start()
         else:
+            if not self.folder.started_from(self.job.particles.poses):
+                raise SettingsError(f"--resume: {settings.particles} has changed since {self.folder.path} was started from it; start a new run")
             self._bad = dict(state.bad)
             _log.info("resuming after iteration %d", state.iteration)
         result = None

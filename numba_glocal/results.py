@@ -124,6 +124,10 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise InputError(f"--output {self.path}: cannot be made ({problem.strerror})") from None
+        self.write_job(settings)
+
+    def write_job(self, settings: AlignSettings | AverageSettings) -> None:
+        """Writes ``job.toml``."""
         self.write_text("job.toml", settings_to_toml(settings))
 
     def write_text(self, name: str, text: str) -> None:
@@ -186,6 +190,16 @@ class RunFolder:
             "rlnLogLikeliContribution": state.log_likelihood,
         }
         write_particles(folder / "particles.star", particles.with_poses(state.poses), {k: np.nan_to_num(v, nan=0.0) for k, v in columns.items()})
+
+    def write_start(self, poses: Poses) -> None:
+        """The poses of the list, for the report and to know the list again."""
+        with whole_file(self.path / "start.npz") as handle:
+            np.savez(handle, rotations=poses.rotations, shifts_angst=poses.shifts_angst)
+
+    def started_from(self, poses: Poses) -> bool:
+        """Whether the run began at these poses."""
+        with np.load(self.path / "start.npz") as start:
+            return np.array_equal(start["rotations"], poses.rotations) and np.array_equal(start["shifts_angst"], poses.shifts_angst)
 
     def write_state(self, state: RunState) -> None:
         """The last file of an iteration: with it the iteration is finished."""

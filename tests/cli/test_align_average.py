@@ -1,0 +1,159 @@
+"""What `align`, `average` and `report` print and leave behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+
+import gemmi
+import mrcfile
+import numpy as np
+import pytest
+
+FINAL = {"particles.star", "half1.mrc", "half2.mrc", "average.mrc", "average_filtered.mrc", "mask.mrc", "fsc.star", "report.html"}
+RECORD = {"job.toml", "provenance.json", "log.txt", "events.jsonl", "summary.json"}
+
+
+@pytest.fixture
+def align(tiny, invoke):
+    def align(*extra, iterations=2):
+        start = ["--reference", tiny.reference, "--particle-diameter", 200, "--iterations", iterations]
+        return invoke("align", tiny.list, "-o", tiny.folder.parent / "run", *start, *extra)
+
+    return align
+
+
+def rows(text):
+    """Names and values of the plan."""
+    return dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in text.splitlines() if re.match(r"  \S.*\s{2,}\S", line))
+
+
+@pytest.mark.parametrize("command", ["align", "average"])
+def test_dry_run_prints_the_plan_and_writes_nothing(command, tiny, invoke):
+    before = sorted(tiny.folder.parent.rglob("*"))
+    reference = ["--reference", tiny.reference] if command == "align" else []
+    result = invoke(command, tiny.list, "-o", tiny.folder.parent / "run", "--dry-run", "--binning", 1.5, *reference)
+    assert result.exit_code == 0 and result.stderr == ""
+    plan = rows(result.stdout)
+    assert plan["particles"] == "12 (6 + 6 in the half-sets)"
+    assert plan["pixel size"] == "16 A, from list (rlnImagePixelSize)"
+    assert plan["box"].startswith("20 voxels, binned to 13 (24.615 A")
+    assert plan["particle diameter"].startswith("256 A, from 0.8 of the box")
+    assert "GiB each" in plan["workers"] and plan["output"].endswith("run")
+    if command == "align":
+        assert plan["start map"] == str(tiny.reference) and "rotations" in plan["first search"] and plan["score"] == "ml"
+    assert "nothing was written" in result.stdout
+    assert sorted(tiny.folder.parent.rglob("*")) == before
+
+
+def test_run_folder(tiny, align):
+    result = align()
+    run = tiny.folder.parent / "run"
+    assert result.exit_code == 0, result.output
+    names = {path.name for path in run.iterdir()}
+    assert names >= FINAL | RECORD | {"iter_001", "iter_002"}
+    assert {path.name for path in (run / "iter_001").iterdir()} >= {"particles.star", "half1.mrc", "half2.mrc", "fsc.star"}
+    assert not list(run.rglob("*.part")) and not list(run.rglob("*.tmp"))
+    # what was printed is what was stored
+    summary = json.loads((run / "summary.json").read_text())
+    assert f"Resolution {summary['resolution_angst']:.1f} A" in result.stdout and "6 + 6 particles" in result.stdout
+    assert len(summary["iterations"]) == 2 and summary["used"] == 12
+    provenance = json.loads((run / "provenance.json").read_text())
+    assert provenance["packages"]["numpy"] == np.__version__ and provenance["wall_seconds"] > 0
+    assert tomllib.loads((run / "job.toml").read_text())["particle_diameter_angst"] == 200.0
+    for line in (run / "events.jsonl").read_text().splitlines():
+        json.loads(line)
+    # maps: same grid, the pixel size of the list, the mean of the halves near the average
+    maps = {}
+    for name in ("half1", "half2", "average", "average_filtered", "mask"):
+        with mrcfile.open(run / f"{name}.mrc") as file:
+            assert float(file.voxel_size.x) == pytest.approx(16.0) and file.data.dtype == np.float32
+            maps[name] = np.array(file.data)
+    assert np.corrcoef((maps["half1"] + maps["half2"]).ravel(), maps["average"].ravel())[0, 1] > 0.95
+    # the list: columns and their order as in the input, ours behind them, half-sets kept
+    given, written = (gemmi.cif.read(str(path)).find_block("particles") for path in (tiny.list, run / "particles.star"))
+    tags = [next(item.loop for item in block if item.loop is not None).tags for block in (given, written)]
+    assert tags[1][: len(tags[0])] == tags[0]
+    for label in ("_rlnImageName", "_rlnRandomSubset", "_rlnMicrographName", "_rlnCtfImage"):
+        assert list(given.find_values(label)) == list(written.find_values(label))
+    assert all(float(v) > 0 for label in ("_ngScore", "_ngAngleSigmaDeg", "_ngShiftSigmaAngst") for v in written.find_values(label))
+
+
+def test_quiet_says_nothing(tiny, align):
+    result = align("--quiet", iterations=1)
+    assert result.exit_code == 0 and result.output == ""
+
+
+def test_subset_takes_particles_of_each_half(tiny, align, no_report):
+    tiny.edit(lambda cells: [*cells[:-1], "1" if cells[0] < "subtomo/particle_00009" else "2"])
+    assert align("--subset", 3, iterations=1).exit_code == 0
+    written = gemmi.cif.read(str(tiny.folder.parent / "run" / "particles.star")).find_block("particles")
+    assert list(written.find_values("_rlnRandomSubset")) == ["1"] * 3 + ["2"] * 3
+    assert list(written.find_values("_rlnImageName"))[0].endswith("particle_00001.mrc")
+
+
+def test_command_line_wins_over_the_job_file(tiny, invoke, no_report):
+    job = tiny.folder / "job.toml"
+    job.write_text(f'particles = "{tiny.list}"\nreference = "{tiny.reference}"\niterations = 1\nscore = "ncc"\nparticle_diameter_angst = 200\n')
+    run = tiny.folder.parent / "run"
+    assert invoke("align", "--job", job, "-o", run, "--score", "flcf").exit_code == 0
+    stored = tomllib.loads((run / "job.toml").read_text())
+    assert (stored["score"], stored["iterations"], stored["particle_diameter_angst"]) == ("flcf", 1, 200.0)
+
+
+def test_resume_refuses_another_science(tiny, align, invoke, no_report):
+    assert align(iterations=1).exit_code == 0
+    run = tiny.folder.parent / "run"
+    result = invoke("align", "-o", run, "--resume", "--iterations", 2, "--score", "ncc")
+    assert result.exit_code == 2 and "score" in result.stderr and "ml" in result.stderr and "ncc" in result.stderr
+    result = invoke("align", tiny.folder / "truth.star", "-o", run, "--resume", "--iterations", 2)
+    assert result.exit_code == 2 and "truth.star" in result.stderr
+    tiny.list.write_text((tiny.folder / "truth.star").read_text())
+    result = invoke("align", "-o", run, "--resume", "--iterations", 2)
+    assert result.exit_code == 2 and "start.star has changed" in result.stderr
+
+
+def test_start_from_the_given_poses(tiny, invoke, no_report):
+    """Without --reference the halves start from their own averages."""
+    result = invoke("align", tiny.folder / "truth.star", "-o", tiny.folder.parent / "run", "--iterations", 1, "--particle-diameter", 200)
+    assert result.exit_code == 0, result.output
+    references = [np.load(tiny.folder.parent / "run" / "iter_000" / f"reference{half}.npy") for half in (1, 2)]
+    assert not np.allclose(*references)
+    assert rows(result.stdout)["start map"] == "average of the given poses"
+
+
+# --- the report -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_report_is_one_file_with_the_facts(tiny, align, invoke):
+    result = align()
+    run = tiny.folder.parent / "run"
+    page = (run / "report.html").read_text()
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", page) and not re.search(r"url\(\s*['\"]?https?:", page) and "@import" not in page
+    resolution = json.loads((run / "summary.json").read_text())["resolution_angst"]
+    assert f"{resolution:g}\u00a0\u00c5" in page or f"{resolution:g} \u00c5" in page
+    for word in ("particle_diameter_angst", "200", "start.star", "average_filtered.mrc", "reference.mrc", "ml"):
+        assert word in page
+    before = page
+    (run / "report.html").unlink()
+    result = invoke("report", run)
+    assert result.exit_code == 0 and str(run / "report.html") in result.stdout
+    assert (run / "report.html").read_text() == before
+
+
+def test_report_of_no_run(tiny, invoke):
+    result = invoke("report", tiny.folder)
+    assert result.exit_code == 2 and "finished run" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+# --- help -----------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["align", "average"])
+def test_help_names_units_and_defaults(command, invoke):
+    text = invoke(command, "--help").stdout
+    for option in ("--mask", "--particle-diameter", "--pixel-size", "--binning", "--tilt-range", "--split", "--max-bad", "--dry-run", "--subset"):
+        assert option in text
+    words = " ".join(text.split())
+    assert "[default: 0.143]" in words and "[default: 1" in words and "ANGSTROM" in words
