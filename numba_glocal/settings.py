@@ -226,6 +226,13 @@ def _toml(value: Any) -> str:
     return repr(value)
 
 
+_KINDS = {"bool": (bool, "true or false"), "int": (int, "a whole number"), "str": (str, "text")}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def read_job_file(path: Path) -> dict[str, Any]:
     """Options of a job file, checked by name and kind.
 
@@ -246,14 +253,15 @@ def read_job_file(path: Path) -> dict[str, Any]:
         if name not in known:
             raise SettingsError(f"{path}: unknown option {name!r}")
         kind = str(known[name].type)
-        kinds = {"bool": bool, "str": str, "int": int, "float": (int, float), "tuple": list}
-        allowed = tuple(k for word, ks in kinds.items() if word in kind for k in (ks if isinstance(ks, tuple) else (ks,)))
-        if not isinstance(value, allowed) or (isinstance(value, bool) and "bool" not in kind):
-            raise SettingsError(f"{path}: {name} expects {kind.replace(' | None', '')}, found {value!r}")
-        if isinstance(value, list):
-            if len(value) != 2 or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in value):
+        kind = kind.removesuffix(" | None")
+        if kind.startswith("tuple"):
+            if not isinstance(value, list) or len(value) != 2 or not all(_is_number(v) for v in value):
                 raise SettingsError(f"{path}: {name} expects two numbers, found {value!r}")
             values[name] = tuple(float(v) for v in value)
-        elif "float" in kind and not isinstance(value, bool):
+        elif kind == "float":
+            if not _is_number(value):
+                raise SettingsError(f"{path}: {name} expects a number, found {value!r}")
             values[name] = float(value)
+        elif type(value) is not _KINDS[kind][0]:
+            raise SettingsError(f"{path}: {name} expects {_KINDS[kind][1]}, found {value!r}")
     return values

@@ -121,9 +121,9 @@ REFUSED = {
     "tilt range the wrong way": (lambda t: ["--tilt-range", 60, -60], "60"),
     # a job file
     "job file: unknown option": (lambda t: job_file(t, "particle = 'x'\n"), "'particle'"),
-    "job file: wrong kind": (lambda t: job_file(t, "iterations = 'two'\n"), "iterations expects int"),
-    "job file: flag is a number": (lambda t: job_file(t, "normalise = 1\n"), "normalise expects bool"),
-    "job file: number is a flag": (lambda t: job_file(t, "iterations = true\n"), "iterations expects int"),
+    "job file: wrong kind": (lambda t: job_file(t, "iterations = 'two'\n"), "iterations expects a whole number"),
+    "job file: flag is a number": (lambda t: job_file(t, "normalise = 1\n"), "normalise expects true or false"),
+    "job file: number is a flag": (lambda t: job_file(t, "iterations = true\n"), "iterations expects a whole number"),
     "job file: three tilts": (lambda t: job_file(t, "tilt_range_deg = [1.0, 2.0, 3.0]\n"), "tilt_range_deg"),
     "job file: words for tilts": (lambda t: job_file(t, "tilt_range_deg = ['a', 'b']\n"), "tilt_range_deg"),
     "job file: not TOML": (lambda t: job_file(t, "iterations: 2\n"), "TOML"),
