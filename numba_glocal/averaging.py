@@ -51,7 +51,7 @@ def reconstruct(sums: WeightedSum, box_size: int, signal_to_noise: NDArray[np.fl
         extra = profile.astype(np.float32)[shell]
         extra *= (1.0 / ratio).astype(np.float32)[fine]
     denominator += extra
-    denominator += np.float32(1e-12 * max(float(profile.max()), 1e-30))
+    denominator += np.float32(max(1e-12 * float(profile.max()), 1e-30))
     limit = n // 2
     numerator /= denominator
     numerator[fine >= limit * _FINE] = 0

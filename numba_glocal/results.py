@@ -232,7 +232,7 @@ class RunFolder:
 
     def last_state(self) -> RunState | None:
         """State after the last finished iteration; None when none is."""
-        found = sorted(self.path.glob("iter_*/state.npz"))
+        found = sorted(self.path.glob("iter_*/state.npz"), key=lambda path: (len(path.parent.name), path.parent.name))
         if not found:
             return None
         with np.load(found[-1]) as stored:

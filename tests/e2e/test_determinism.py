@@ -72,6 +72,16 @@ def whole(small, command, tmp_path_factory):
     return run
 
 
+def test_every_pass_over_a_particle_is_somebodys_work(whole):
+    """The report's table of workers: all that was done was done by one of them."""
+    summary = json.loads((whole / "summary.json").read_text())
+    passes = sum(event["particles"] for event in events(whole, "stage")) + 3 * 22  # the first looks at noise and grey scale
+    assert [worker["name"] for worker in summary["workers"]] == ["worker 0", "worker 1"]
+    assert sum(worker["particles"] for worker in summary["workers"]) == passes
+    assert all(0 < worker["busy_seconds"] < summary["wall_seconds"] for worker in summary["workers"])
+    assert "busy seconds" in (whole / "report.html").read_text()
+
+
 def settings(small, iterations=2):
     """The same options for the library."""
     return {

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import mrcfile
+import numpy as np
+import pytest
+
+from numba_glocal.errors import GlocalError, SettingsError, VolumeError
+from numba_glocal.fourier import max_band
+from numba_glocal.job import make_chunks, prepare_job
+from numba_glocal.settings import AlignSettings, AverageSettings
+from numba_glocal.simulation import SimulationSettings, simulate
+
+BOX, PIXEL = 20, 16.0
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return simulate(tmp_path_factory.mktemp("job"), SimulationSettings(count=30, box_size=BOX, pixel_size_angst=PIXEL, snr=0.5, seed=2))
+
+
+def job(made, kind=AlignSettings, **settings):
+    return prepare_job(kind(str(made.start), "run", **settings))
+
+
+def write(path, data, pixel=PIXEL):
+    with mrcfile.new(path, overwrite=True) as file:
+        file.set_data(np.asarray(data, np.float32))
+        file.voxel_size = pixel
+    return str(path)
+
+
+# --- chunks ---------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("parts", "largest"), [(8, 128), (1, 128), (3, 5), (100, 128)])
+def test_chunks_hold_every_particle_of_a_half_once_and_in_order(made, parts, largest):
+    particles = job(made).particles
+    for half in (1, 2):
+        chunks = make_chunks(particles, particles.poses.shifts_angst, half, parts, largest)
+        rows = np.concatenate([chunk.rows for chunk in chunks])
+        assert np.array_equal(rows, np.flatnonzero(particles.half == half))
+        assert all(len(chunk) <= largest and chunk.half == half for chunk in chunks)
+        for chunk in chunks:
+            for i, row in enumerate(chunk.rows):
+                assert (chunk.names[i], chunk.volume_paths[i]) == (particles.names[row], particles.volume_paths[row])
+                assert np.array_equal(chunk.rotations[i], particles.poses.rotations[row])
+
+
+def test_anchors_are_not_starts(made):
+    particles = job(made).particles
+    anchors = particles.poses.shifts_angst + 7.0
+    chunk = make_chunks(particles, anchors, 1)[0]
+    assert np.array_equal(chunk.anchors_angst, anchors[chunk.rows]) and np.array_equal(chunk.shifts_angst, particles.poses.shifts_angst[chunk.rows])
+
+
+# --- band and masks -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_band_limits_are_resolutions_of_the_box(made):
+    plain = job(made)
+    assert (plain.k_min, plain.k_limit) == (0.0, max_band(BOX))
+    limited = job(made, highpass_angst=160.0, lowpass_angst=64.0)
+    assert limited.k_min == pytest.approx(BOX * PIXEL / 160.0) and limited.k_limit == pytest.approx(BOX * PIXEL / 64.0)
+    assert limited.shell_of(64.0) == pytest.approx(limited.k_limit)
+    # the same resolution on a coarser grid of the same edge
+    binned = job(made, binning=1.25, lowpass_angst=64.0)
+    assert binned.grid.binned_box_size == 16 and binned.k_limit == pytest.approx(limited.k_limit)
+
+
+@pytest.mark.parametrize("options", [{"lowpass_angst": 200.0}, {"highpass_angst": 60.0, "lowpass_angst": 50.0}, {"binning": 2.5}])
+def test_bands_that_leave_nothing(made, options):
+    with pytest.raises(SettingsError, match="nothing is left to align") as caught:
+        job(made, **options)
+    assert all(f"--{name.split('_')[0]}" in str(caught.value) for name in options)
+
+
+def test_where_the_diameter_comes_from(made, tmp_path):
+    grid = np.indices((BOX,) * 3) - BOX // 2
+    ball = write(tmp_path / "ball.mrc", (grid**2).sum(0) <= 6**2)
+    assert job(made, particle_diameter_angst=200.0).diameter_source == "--particle-diameter"
+    assert job(made).diameter_angst == pytest.approx(0.8 * BOX * PIXEL) and "0.8 of the box" in job(made).diameter_source
+    from_mask = job(made, mask=ball)
+    assert from_mask.diameter_source == "the mask" and from_mask.diameter_angst == pytest.approx(2 * 6 * PIXEL, abs=0.1)
+    assert from_mask.radius_voxels == pytest.approx(6.0)
+    assert job(made, mask=ball, particle_diameter_angst=150.0).diameter_angst == 150.0
+    # binned, the sphere is as large in Angstrom
+    binned = job(made, particle_diameter_angst=200.0, binning=1.25)
+    assert binned.radius_voxels * binned.grid.binned_pixel_size_angst == pytest.approx(100.0)
+    assert binned.mask.shape == (16,) * 3 and binned.mask[8, 8, 8] == 1
+
+
+def test_a_mask_need_not_be_spherical_and_the_particles_sphere_holds_it(made, tmp_path):
+    grid = np.indices((BOX,) * 3) - BOX // 2
+    rod = write(tmp_path / "rod.mrc", (np.abs(grid[0]) <= 8) & (np.abs(grid[1]) <= 2) & (np.abs(grid[2]) <= 2))
+    prepared = job(made, mask=rod)
+    assert prepared.mask.sum() == pytest.approx(17 * 5 * 5) and prepared.particle_mask.radius_voxels >= np.sqrt(8**2 + 2 * 2**2)
+
+
+# --- the start map --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_start_map_is_low_passed_and_on_the_worked_grid(made):
+    prepared = job(made, reference=str(made.reference), initial_lowpass_angst=80.0, binning=1.25)
+    power = np.abs(np.fft.fftn(prepared.start_map)) ** 2
+    k = np.fft.fftfreq(16) * 16
+    radius = np.sqrt(k[:, None, None] ** 2 + k[:, None] ** 2 + k**2)
+    assert prepared.start_map.shape == (16,) * 3
+    assert power[radius > 320 / 80.0 + 2].sum() < 1e-3 * power[(radius > 0) & (radius < 3)].sum()
+    assert job(made).start_map is None
+
+
+def test_another_pixel_size_in_the_maps_header_is_said(made, tmp_path):
+    path = write(tmp_path / "r.mrc", mrcfile.read(made.reference), pixel=8.0)
+    prepared = job(made, reference=path)
+    assert any("its header says 8 A, the particles have 16 A" in line for line in prepared.warnings)
+
+
+def test_a_resumed_run_does_not_need_the_start_map(made, tmp_path):
+    settings = AlignSettings(str(made.start), "run", reference=str(tmp_path / "gone.mrc"))
+    assert prepare_job(settings, resume=True).start_map is None
+    with pytest.raises(GlocalError, match=r"gone\.mrc"):
+        prepare_job(settings)
+
+
+# --- particles and weights ------------------------------------------------------------------------------------------------------------------
+
+
+def test_subset_and_tolerance(made):
+    assert [int((job(made, subset=4).particles.half == h).sum()) for h in (1, 2)] == [4, 4]
+    assert job(made).max_bad == 3 and job(made, max_bad=0).max_bad == 0
+
+
+def test_weights_are_looked_at_before_work(made, tmp_path):
+    empty = write(tmp_path / "empty.mrc", np.pad([[[1.0]]], ((0, BOX - 1),) * 3))  # one corner of Fourier space, far beyond the band
+    text = made.start.read_text().replace("subtomo/wedge.mrc", empty).replace("subtomo/", f"{made.start.parent}/subtomo/")
+    (tmp_path / "list.star").write_text(text)
+    for kind in (AlignSettings, AverageSettings):
+        with pytest.raises(VolumeError, match=r"empty\.mrc.*leaves nothing"):
+            prepare_job(kind(str(tmp_path / "list.star"), "run"))
+
+
+def test_flcf_with_a_mask_file_is_refused(made, tmp_path):
+    grid = np.indices((BOX,) * 3) - BOX // 2
+    ball = write(tmp_path / "ball.mrc", (grid**2).sum(0) <= 6**2)
+    with pytest.raises(SettingsError, match="--score flcf"):
+        job(made, score="flcf", mask=ball)
