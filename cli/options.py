@@ -50,7 +50,13 @@ pixel_size_option = click.option(
     "--pixel-size", "pixel_size_angst", type=float, metavar="ANGSTROM", help="Voxel edge of the particles; overrides list and headers."
 )
 
-diameter_option = click.option("--particle-diameter", "particle_diameter_angst", type=float, metavar="ANGSTROM", help="Diameter of the particle.")
+diameter_option = click.option(
+    "--particle-diameter",
+    "particle_diameter_angst",
+    type=float,
+    metavar="ANGSTROM",
+    help="Diameter of the particle. [default: that of --mask, else 0.8 of the box]",
+)
 
 symmetry_option = click.option("--symmetry", default="C1", show_default=True, metavar="GROUP", help="C1, Cn, Dn, T, O or I.")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from numba_glocal.execution.pinning import usable_cores
 from numba_glocal.execution.pool import WorkerEvent
 from numba_glocal.execution.tasks import particles_treated, start_worker, warm_up
 from numba_glocal.fourier import padded_offset
-from numba_glocal.job import Job
+from numba_glocal.job import Job, largest_chunk, particle_bytes
 from numba_glocal.refinement import RunResult
 from numba_glocal.report import WorkerSummary, write_report
 from numba_glocal.results import RunFolder, RunState, load_report_data
@@ -27,24 +29,78 @@ from numba_glocal.settings import AlignSettings, AverageSettings
 
 from .console import detail, gibibytes, note, say, warn
 
+_LOG = "numba_glocal"
 
-def choose_workers(settings: AlignSettings | AverageSettings) -> int:
-    """Number of CPU workers; refuses GPUs that were asked for, as this version has no GPU backend.
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """Which workers a run gets.
+
+    Attributes
+    ----------
+    workers : int
+    gpu_ids : tuple of str
+        Empty: CPU workers.
+    per_gpu : int
+        Workers on each GPU.
+    note : str
+        Why there are no GPU workers although a GPU is there; empty otherwise.
+    """
+
+    workers: int
+    gpu_ids: tuple[str, ...] = ()
+    per_gpu: int = 1
+    note: str = ""
+
+    @property
+    def backend(self) -> str:
+        """Name of the workers' backend."""
+        return "cuda" if self.gpu_ids else "cpu"
+
+    @property
+    def chunk_limit(self) -> int | None:
+        """Particles of a search task: a GPU wants many at once."""
+        return _GPU_CHUNK if self.gpu_ids else None
+
+
+_GPU_CHUNK = 1024
+
+
+def choose_workers(settings: AlignSettings | AverageSettings) -> WorkerPlan:
+    """Workers for the GPUs asked for (all that are visible by default), else for the cores.
 
     Raises
     ------
     DeviceError
-        A GPU was asked for.
+        A GPU was asked for that is not there, or cannot be used from Python: never a silent fallback.
+    SettingsError
+        Numbers of workers that make no sense.
     """
-    if settings.gpus is not None and resolve_gpus(settings.gpus):
-        raise DeviceError(f"--gpus {settings.gpus}: this version aligns on the CPU only; expected --gpus none")
+    gpu_ids = tuple(resolve_gpus(settings.gpus))
+    note_text = ""
+    if gpu_ids and importlib.util.find_spec("numba_cuda") is None:
+        hint = "expected numba-cuda: pip install 'numba-glocal[cuda12]' or 'numba-glocal[cuda13]'"
+        if settings.gpus is not None:
+            raise DeviceError(f"--gpus {settings.gpus}: numba-cuda is not installed; {hint}")
+        gpu_ids, note_text = (), f"a GPU is there but numba-cuda is not installed, so the CPU is used ({hint})"
+    if gpu_ids:
+        per_gpu = 1
+        if settings.procs_per_gpu != "auto":
+            if not settings.procs_per_gpu.isdigit() or not 1 <= int(settings.procs_per_gpu) <= 32:
+                raise SettingsError(f"--procs-per-gpu: expected auto or a number from 1 to 32, found {settings.procs_per_gpu!r}")
+            per_gpu = int(settings.procs_per_gpu)
+        if settings.cpu_procs is not None:
+            raise SettingsError("--cpu-procs: the workers of this run are on GPUs; expected --procs-per-gpu, or --gpus none")
+        return WorkerPlan(per_gpu * len(gpu_ids), gpu_ids, per_gpu)
     if settings.procs_per_gpu != "auto":
-        raise SettingsError(f"--procs-per-gpu {settings.procs_per_gpu}: this version aligns on the CPU only; expected --cpu-procs")
+        raise SettingsError(f"--procs-per-gpu {settings.procs_per_gpu}: there is no GPU in this run; expected --cpu-procs")
+    if settings.gpu_memory_gib is not None:
+        raise SettingsError(f"--gpu-memory {settings.gpu_memory_gib:g}: there is no GPU in this run")
     cores = usable_cores()
     workers = settings.cpu_procs or cores
     if workers > max(16, 4 * cores):
         raise SettingsError(f"--cpu-procs {workers}: expected at most {max(16, 4 * cores)} on {cores} usable cores")
-    return workers
+    return WorkerPlan(workers, note=note_text)
 
 
 @contextmanager
@@ -61,12 +117,14 @@ def shown_warnings() -> Any:
 
 
 def worker_memory_bytes(job: Job, cache_gib: float) -> int:
-    """Upper bound of one worker's memory: interpreter and kernels, cache, templates, columns, sums and transforms."""
+    """Upper bound of one CPU worker's memory: interpreter and kernels, cache, one task's particles, weights, templates, columns, sums."""
     n = job.grid.binned_box_size
     c = padded_offset(n // 2 - 1)
     sums = (2 * c + 1) ** 2 * (c + 2) * 16 * 2
     transforms = (2 * n) ** 3 * 8 * 3
-    return int(400e6 + cache_gib * 2**30 + 2**30 + 3 * (64 << 20) + sums + transforms)
+    chunk = largest_chunk(n) * particle_bytes(n)
+    weights = 64 * n * n * (n // 2 + 1) * 4
+    return int(400e6 + cache_gib * 2**30 + chunk + weights + 2 * (512 << 20) + 3 * (64 << 20) + sums + transforms)
 
 
 def plan_facts(job: Job, workers: int) -> list[tuple[str, str]]:
@@ -111,12 +169,36 @@ def plan_facts(job: Job, workers: int) -> list[tuple[str, str]]:
     return facts
 
 
+class ShownLog(logging.Handler):
+    """The log's lines on the terminal: what an iteration reached, and the first few warnings."""
+
+    most_warnings = 10
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._warnings = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Shows one record; the workers' own words and tracebacks stay in the file."""
+        if record.name != _LOG or record.exc_info:
+            return
+        if record.levelno < logging.WARNING:
+            note(record.getMessage())
+            return
+        self._warnings += 1
+        if self._warnings <= self.most_warnings:
+            warn(record.getMessage())
+        elif self._warnings == self.most_warnings + 1:
+            warn("further warnings are in log.txt")
+
+
 def run_job(job: Job, workers: int, folder: RunFolder, command: str, work: Callable[[Any], RunResult]) -> RunResult:
     """Starts the workers, runs, writes summary, provenance and report, and says what came out."""
-    log = logging.getLogger("numba_glocal")
-    handler = logging.FileHandler(folder.path / "log.txt")
+    log, workers_log = logging.getLogger(_LOG), logging.getLogger(f"{_LOG}.worker")
+    handler, shown = logging.FileHandler(folder.path / "log.txt"), ShownLog()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
+    log.addHandler(shown)
     log.setLevel(logging.INFO)
     tallies: dict[int, WorkerSummary] = {}
     begun = time.perf_counter()
@@ -132,13 +214,15 @@ def run_job(job: Job, workers: int, folder: RunFolder, command: str, work: Calla
         if event.kind in ("died", "replaced", "failed"):
             warn(f"worker {event.worker}: {event.kind} {event.text}".rstrip())
         elif event.kind == "stderr":
-            log.info("worker %d: %s", event.worker, event.text.rstrip())
+            workers_log.info("worker %d: %s", event.worker, event.text.rstrip())
         else:
             detail(f"worker {event.worker}: {event.kind} (pid {event.pid}) {event.about or ''}".rstrip())
 
     try:
         folder.write_provenance()
         folder.event("start", command=command)
+        for line in job.warnings:  # shown already
+            logging.getLogger(f"{_LOG}.plan").warning(line)
         with make_executor(
             workers,
             initializer=start_worker,
@@ -149,7 +233,7 @@ def run_job(job: Job, workers: int, folder: RunFolder, command: str, work: Calla
             wait = getattr(executor, "wait_ready", None)
             if wait is not None:
                 wait()
-            note(f"{workers} workers ready in {time.perf_counter() - begun:.1f} s")
+            note(f"{plural(workers, 'worker')} ready in {time.perf_counter() - begun:.1f} s")
             result = work(executor)
         seconds = time.perf_counter() - begun
         state = folder.last_state()
@@ -160,14 +244,10 @@ def run_job(job: Job, workers: int, folder: RunFolder, command: str, work: Calla
         _say_result(folder, result, state, seconds, job)
         return result
     finally:
-        log.removeHandler(handler) if not _failing() else None
-
-
-def _failing() -> bool:
-    """An exception is on its way: the command group still writes it to the log."""
-    import sys
-
-    return sys.exc_info()[0] is not None
+        log.removeHandler(shown)
+        if sys.exc_info()[0] is None:  # else the command group still writes the traceback
+            log.removeHandler(handler)
+            handler.close()
 
 
 def _write_summary(

@@ -26,7 +26,7 @@ from .execution.executors import gather_in_order
 from .execution.tasks import AlignTask, ReferenceFile, SumResult, SumTask, run_task, write_reference
 from .geometry import angle_between_deg
 from .io import read_volume, write_volume
-from .job import Job, make_chunks
+from .job import Job, largest_chunk, make_chunks
 from .noise import NoiseModel, ResidualPower, fit_noise
 from .resolution import Crossing, find_crossing, half_map_fsc
 from .results import RunFolder, RunState, finite_or_none
@@ -84,10 +84,13 @@ class Refinement:
     folder : RunFolder
     stage : callable
         ``stage(title, particles)`` makes a progress display.
+    chunk_limit : int, optional
+        Particles of a search task, at most; by default what a CPU worker holds.
     """
 
-    def __init__(self, job: Job, executor: Executor, folder: RunFolder, stage: Stage) -> None:
+    def __init__(self, job: Job, executor: Executor, folder: RunFolder, stage: Stage, chunk_limit: int | None = None) -> None:
         self.job, self.executor, self.folder, self.stage = job, executor, folder, stage
+        self._largest_chunk = chunk_limit or largest_chunk(job.grid.binned_box_size)
         self._anchors = job.particles.poses.shifts_angst.copy()
         self._bad: dict[int, str] = {}
 
@@ -148,7 +151,7 @@ class Refinement:
                 refine,
             )
             for half in HALVES
-            for chunk in make_chunks(particles, self._anchors, half)
+            for chunk in make_chunks(particles, self._anchors, half, largest=self._largest_chunk)
         ]
         aligned = _Aligned(state, self.job.grid.binned_box_size // 2 + 1)
         for task, result in self._results(title, tasks):
@@ -239,7 +242,7 @@ class Refinement:
         rows = {half: np.flatnonzero(job.particles.half == half)[:_SCALE_PARTICLES] for half in HALVES}
         looked_at = np.sort(np.concatenate(list(rows.values())))
         some = job.particles.take(looked_at)
-        chunks = [(half, chunk) for half in HALVES for chunk in make_chunks(some, some.poses.shifts_angst, half)]
+        chunks = [(half, chunk) for half in HALVES for chunk in make_chunks(some, some.poses.shifts_angst, half, largest=self._largest_chunk)]
         plan = SearchPlan(state.increment_deg, settings.angle_shells, state.shift_range_angst, state.k_max)
 
         def tasks(sign: float, noise: dict[int, NoiseModel], used_plan: SearchPlan | None) -> list[AlignTask]:
@@ -271,7 +274,8 @@ class Refinement:
         numerator = denominator = 0.0
         for sign in (1.0, -1.0):
             values = []
-            for _, result in self._subset_results("grey scale of the start map", tasks(sign, noise, plan)):
+            title = "grey scale of the start map" if sign > 0 else "contrast of the start map"
+            for _, result in self._subset_results(title, tasks(sign, noise, plan)):
                 assert result.estimates is not None
                 good = np.isfinite(result.estimates.scores)
                 values.append(result.estimates.scores[good])
@@ -301,10 +305,12 @@ class Refinement:
     # -- maps --------------------------------------------------------------------------------------------------------
 
     def _masked(self, volume: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Under the mask, zero mean there."""
+        """Under the mask, without the level around it: the same rule as for particles, so that both hold the mask's own transform alike."""
         mask = self.job.mask
-        weight = float(mask.sum(dtype=np.float64))
-        mean = float((volume * mask).sum(dtype=np.float64)) / weight
+        outside = mask < 0.01
+        if not outside.any():
+            outside = np.ones_like(outside)
+        mean = float(volume[outside].mean(dtype=np.float64))
         return ((volume - np.float32(mean)) * mask).astype(np.float32)
 
     def _half_maps(self, sums: dict[int, WeightedSum]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -529,14 +535,14 @@ def replace_state(state: RunState, **changes: Any) -> RunState:
     return replace(state, **changes)
 
 
-def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage) -> RunResult:
+def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage, chunk_limit: int | None = None) -> RunResult:
     """`average`: half-maps from the poses as they are.
 
     With noise weighting the noise form is fitted from residuals against each half's own first average.
     """
     settings = job.settings
     assert isinstance(settings, AverageSettings)
-    loop = Refinement(job, executor, folder, stage)
+    loop = Refinement(job, executor, folder, stage, chunk_limit)
     n = job.grid.binned_box_size
     count = len(job.particles)
     noise = loop._flat_noise()
@@ -571,7 +577,7 @@ def _average_noise(loop: Refinement, fsc: FSCCurve) -> dict[int, NoiseModel]:
     tasks = [
         AlignTask(chunk, job.reader, references[half], job.particle_mask, flat[half], "ml", 0.0, k_max, math.inf, None, job.radius_voxels, False)
         for half in HALVES
-        for chunk in make_chunks(job.particles, job.particles.poses.shifts_angst, half)
+        for chunk in make_chunks(job.particles, job.particles.poses.shifts_angst, half, largest=loop._largest_chunk)
     ]
     for task, result in loop._results("noise", tasks):
         residuals[task.chunk.half] = residuals[task.chunk.half] + result.residuals

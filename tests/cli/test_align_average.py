@@ -55,6 +55,9 @@ def test_run_folder(tiny, align):
     assert names >= FINAL | RECORD | {"iter_001", "iter_002"}
     assert {path.name for path in (run / "iter_001").iterdir()} >= {"particles.star", "half1.mrc", "half2.mrc", "fsc.star"}
     assert not list(run.rglob("*.part")) and not list(run.rglob("*.tmp"))
+    # every iteration says what it reached, and the log keeps it
+    reached = [line for line in result.stderr.splitlines() if re.match(r"iteration \d: resolution [\d.]+ A", line)]
+    assert len(reached) == 2 and all(line in (run / "log.txt").read_text() for line in reached)
     # what was printed is what was stored
     summary = json.loads((run / "summary.json").read_text())
     assert f"Resolution {summary['resolution_angst']:.1f} A" in result.stdout and "6 + 6 particles" in result.stdout
@@ -83,6 +86,16 @@ def test_run_folder(tiny, align):
 def test_quiet_says_nothing(tiny, align):
     result = align("--quiet", iterations=1)
     assert result.exit_code == 0 and result.output == ""
+
+
+def test_many_unusable_particles_are_no_flood(tiny, align, no_report):
+    for index in range(1, 13):
+        with mrcfile.open(tiny.folder / "subtomo" / f"particle_{index:05d}.mrc", "r+") as file:
+            file.data[:] = 0
+    result = align("--max-bad", 12)
+    warned = [line for line in result.stderr.splitlines() if "warning" in line]
+    assert result.exit_code == 2 and len(warned) == 11 and "log.txt" in warned[-1]
+    assert (tiny.folder.parent / "run" / "log.txt").read_text().count("is left out") == 12
 
 
 def test_subset_takes_particles_of_each_half(tiny, align, no_report):

@@ -9,6 +9,8 @@ import mrcfile
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the writer, when it is given NaN
+
 
 def write_map(path, data, pixel=16.0):
     with mrcfile.new(path, overwrite=True) as file:

@@ -136,6 +136,17 @@ def test_ctrl_c_and_resume(small, whole, command, start_command, tmp_path):
     assert same(whole, run)
 
 
+def test_ctrl_c_while_the_workers_start(small, start_command, tmp_path):
+    run = tmp_path / "run"
+    process = start_command("align", small.start, "-o", run, *options(small))
+    wait_for(lambda: (run / "events.jsonl").exists() and events(run, "started"), process)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and "Traceback" not in errors
+    assert [line for line in errors.splitlines() if "interrupted" in line] == errors.splitlines()[-1:]
+    assert no_workers_left(run)
+
+
 def test_killed_program(small, start_command, tmp_path):
     """kill -9 of the whole program: no worker stays behind, and the last finished iteration can be read."""
     run = tmp_path / "run"
