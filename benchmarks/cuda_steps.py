@@ -21,8 +21,8 @@ from numba import cuda, float32
 
 from numba_glocal.backends import lines
 from numba_glocal.backends.cuda import kernels
-from numba_glocal.backends.cuda.backend import _ball_radius2, _transform_matrices, _Transform, device_name  # noqa: F401
-from numba_glocal.backends.cuda.search import coefficient_table, search_kernel, shift_groups
+from numba_glocal.backends.cuda.backend import _ball_radius2, _Transform, _transform_matrices, device_name  # noqa: F401
+from numba_glocal.backends.cuda.search import coefficient_table, launch, shift_groups
 from numba_glocal.fourier import grid_band, max_band, padded_offset
 from numba_glocal.geometry import rotvec_to_matrix
 from numba_glocal.noise import TABLE_SIZE
@@ -76,7 +76,9 @@ def ceilings() -> dict[str, float]:
     return {"copy_tb_s": 2 * 4 * n / copy / 1e9, "fp32_tflop_s": blocks * 256 * rounds * 16 * 8 * 2 / fma / 1e9}
 
 
-def case(box: int, k_max: int, rotations: np.ndarray, radius_voxels: float, particles: int, global_search: bool = False) -> dict[str, Any]:
+def case(
+    box: int, k_max: int, rotations: np.ndarray, radius_voxels: float, particles: int, global_search: bool = False, threads: int | None = None
+) -> dict[str, Any]:
     """One row: all steps for `particles` particles."""
     rng = np.random.default_rng(0)
     step = 0.8 * box / (2 * k_max)
@@ -107,7 +109,10 @@ def case(box: int, k_max: int, rotations: np.ndarray, radius_voxels: float, part
     starts = cuda.to_device(starts_host.reshape(-1, 9).astype(np.float32))
     shifts = cuda.to_device(rng.normal(size=(items, 3)).astype(np.float32) / box)
     padded = -(-n_rotations // 16) * 16
-    templates, powers = cuda.device_array(padded * band.n_pairs * 4, np.float32), cuda.device_array((n_rotations, 2 * band.n_pairs), np.float32)
+    templates, powers = (
+        cuda.device_array(padded * band.n_pairs * 4 + 65536, np.float32),
+        cuda.device_array((n_rotations, 2 * band.n_pairs), np.float32),
+    )
     matrices = cuda.to_device(rotations.reshape(-1, 9).astype(np.float32))
     reference = cuda.device_array(size + 65536, np.float32)
     reference[:size].copy_to_device(block)
@@ -115,31 +120,71 @@ def case(box: int, k_max: int, rotations: np.ndarray, radius_voxels: float, part
     groups = shift_groups(cube.steps, _ball_radius2(cube))
     entries = [cuda.to_device(group.entries()) for group in groups]
     part = int(max(1, min(items, 12e9 // (24 * band.n_pairs + 12 * n_rotations))))
-    columns, den_weight = cuda.device_array((part, 4 * band.n_pairs), np.float32), cuda.device_array((part, 2 * band.n_pairs), np.float32)
+    flat = cuda.device_array(part * 4 * band.n_pairs + 65536, np.float32)
+    columns, den_weight = flat[: part * 4 * band.n_pairs].reshape(part, 4 * band.n_pairs), cuda.device_array((part, 2 * band.n_pairs), np.float32)
     den, best = cuda.device_array((part, n_rotations), np.float32), cuda.device_array((part, n_rotations), np.float32)
     best_shift = cuda.device_array((part, n_rotations), np.int32)
     none = cuda.to_device(np.ones((1, 1), np.float32))
     power = cuda.to_device(np.ones(part, np.float32))
     first, count = cuda.to_device(np.arange(part, dtype=np.int32)), cuda.to_device(np.ones(part, np.int32))
     chosen, chosen_score = cuda.device_array((part, 1), np.int32), cuda.device_array((part, 1), np.float32)
-    flat = columns.reshape(columns.size)
 
     def build() -> None:
         kernels.fill_templates[(-(-2 * band.n_pairs // 128), n_rotations), 128](reference, c, points, matrices, templates, powers)
 
     def turn() -> None:
         kernels.turn[(-(-2 * band.n_pairs // 128), part), 128](
-            spectra, size, slots, c, weights, weight.size, kinds, box, tables, signed, table_scale, inverse, points, radius, point_weight, starts, shifts, columns, den_weight
-        )  # fmt: skip
+            spectra,
+            size,
+            slots,
+            c,
+            weights,
+            weight.size,
+            kinds,
+            box,
+            tables,
+            signed,
+            table_scale,
+            inverse,
+            points,
+            radius,
+            point_weight,
+            starts,
+            shifts,
+            columns,
+            den_weight,
+        )
 
     def search() -> None:
         for group, rows in zip(groups, entries, strict=True):
-            search_kernel(group)[group.grid(n_rotations, part), group.threads](
-                templates, flat, line_start, line_length, plane_start, coefficients, band.n_pairs, n_rotations, part, rows, 0, none, none, best, best_shift
-            )  # fmt: skip
+            launch(
+                group,
+                k_max,
+                n_rotations,
+                part,
+                (
+                    templates,
+                    flat,
+                    line_start,
+                    line_length,
+                    plane_start,
+                    coefficients,
+                    k_max,
+                    band.n_pairs,
+                    n_rotations,
+                    part,
+                    rows,
+                    0,
+                    none,
+                    none,
+                    best,
+                    best_shift,
+                ),
+                threads,
+            )
 
     def den2() -> None:
-        kernels.products[(-(-n_rotations // 32), -(-part // 32)), (16, 16)](den_weight, powers, den)
+        kernels.products[(-(-n_rotations // kernels.WIDE_TILE), -(-part // kernels.WIDE_TILE)), (16, 16)](den_weight, powers, den)
 
     def scores() -> None:
         kernels.finish_scores[(-(-n_rotations // 128), part), 128](best, den, power, 0, np.float32(1.0))
@@ -148,7 +193,13 @@ def case(box: int, k_max: int, rotations: np.ndarray, radius_voxels: float, part
         kernels.choose[part, kernels.CHOOSE_THREADS](best, first, count, starts, matrices, np.float32(2.9), 1, chosen, chosen_score)
 
     built = milliseconds(build)
-    steps = {"turn": milliseconds(turn), "search": milliseconds(search), "den2": milliseconds(den2), "scores": milliseconds(scores), "choice": milliseconds(choice)}
+    steps = {
+        "turn": milliseconds(turn),
+        "search": milliseconds(search),
+        "den2": milliseconds(den2),
+        "scores": milliseconds(scores),
+        "choice": milliseconds(choice),
+    }
     per_particle = {name: 1e3 * value / part for name, value in steps.items()}
     total = sum(per_particle.values()) + 1e3 * built / items
     operations = _operations(band, cube.steps, groups)
@@ -204,12 +255,35 @@ def refinement(box: int, k_max: int, particles: int) -> dict[str, Any]:
     anchors = cuda.to_device(np.zeros((items, 3)))
     sums, taken = cuda.device_array((items, kernels.N_SUMS), np.float64), cuda.device_array(items, np.int32)
     arguments = (
-        reference, c, box, cubes, cube_size, cuda.to_device((np.arange(items) % held).astype(np.int32)), cuda.to_device(at.astype(np.int32)),
-        cuda.to_device(np.ascontiguousarray(k.astype(np.int16)).ravel()), cuda.to_device(weight.ravel()), weight.size, cuda.to_device(np.zeros(items, np.int32)),
-        cuda.to_device(band.index[inside].astype(np.int32)), cuda.to_device(band.shell[inside].astype(np.int32)), cuda.to_device(np.ones((2, TABLE_SIZE), np.float32)),
-        cuda.to_device(np.zeros(1, np.int32)), cuda.to_device(np.full(1, TABLE_SIZE - 1, np.float32)), cuda.to_device(np.full(box, 1e-3, np.float32)),
-        cuda.to_device(np.full(3, 0.03, np.float32)), rotations, shifts, anchors, 1e9, 5, math.radians(3.0), -1.0, -1.0, sums, taken,
-    )  # fmt: skip
+        reference,
+        c,
+        box,
+        cubes,
+        cube_size,
+        cuda.to_device((np.arange(items) % held).astype(np.int32)),
+        cuda.to_device(at.astype(np.int32)),
+        cuda.to_device(np.ascontiguousarray(k.astype(np.int16)).ravel()),
+        cuda.to_device(weight.ravel()),
+        weight.size,
+        cuda.to_device(np.zeros(items, np.int32)),
+        cuda.to_device(band.index[inside].astype(np.int32)),
+        cuda.to_device(band.shell[inside].astype(np.int32)),
+        cuda.to_device(np.ones((2, TABLE_SIZE), np.float32)),
+        cuda.to_device(np.zeros(1, np.int32)),
+        cuda.to_device(np.full(1, TABLE_SIZE - 1, np.float32)),
+        cuda.to_device(np.full(box, 1e-3, np.float32)),
+        cuda.to_device(np.full(3, 0.03, np.float32)),
+        rotations,
+        shifts,
+        anchors,
+        1e9,
+        5,
+        math.radians(3.0),
+        -1.0,
+        -1.0,
+        sums,
+        taken,
+    )
     time_ms = milliseconds(lambda: kernels.refine[items, kernels.REFINE_THREADS](*arguments))
     return {"box": box, "k_max": k_max, "particles": items, "evaluations": 6, "us_per_particle": round(1e3 * time_ms / items, 3)}
 
@@ -239,6 +313,9 @@ def main() -> None:
     begun = time.perf_counter()
     results: dict[str, Any] = {"device": device_name(), "ceilings": ceilings(), "rows": [], "refinement": [], "transforms": []}
     print(results["device"], results["ceilings"], flush=True)
+    for threads in (64, 128):
+        row = case(64, 20, local, 4.0, 10000, False, threads)
+        print(threads, json.dumps(row), flush=True)
     rows = [(64, 20, local, 4.0, 10000), (64, 20, local, 4.0, 100), (64, 12, local, 4.0, 10000)]
     if not options.quick:
         rows += [(64, 31, local, 4.0, 10000), (128, 40, local, 5.0, 2000)]

@@ -30,7 +30,7 @@ from .options import (
 from .running import choose_workers, input_paths, plan_facts, run_job, shown_warnings
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(AlignSettings)}
-_CHANGEABLE_ON_RESUME = {"iterations", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "max_bad", "output"}
+_CHANGEABLE_ON_RESUME = {"iterations", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "gpu_memory_gib", "max_bad", "output"}
 _PATHS = {"particles", "reference", "mask"}
 
 
@@ -67,7 +67,8 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @click.option("--invert-contrast", is_flag=True, default=None, help="The particles' contrast is opposite to the map's.")
 @click.option("--normalise/--no-normalise", "normalise", default=None, help="Particles to mean 0, deviation 1 outside the mask. [default: yes]")
 @_option("--max-bad", key="max_bad", kind=int, text="Unusable particles tolerated. [default: the larger of 1 % and 3]", metavar="N")
-@_option("--cache-gib", key="cache_gib", kind=float, text="Memory of each worker for prepared particles.", metavar="GIB")
+@_option("--cache-gib", key="cache_gib", kind=float, text="Memory of each CPU worker for prepared particles.", metavar="GIB")
+@_option("--gpu-memory", key="gpu_memory_gib", kind=float, text="Memory of each GPU that may be used. [default: what is free]", metavar="GIB")
 @seed_option
 @subset_option
 @worker_options
@@ -92,11 +93,11 @@ def align_command(
             folder.check_new(inputs)
         elif folder.last_state() is None:
             raise SettingsError(f"--resume: {folder.path} holds no finished iteration; start the run anew")
-        workers = choose_workers(settings)
+        plan = choose_workers(settings)
         job = prepare_job(settings, resume)
-        for line in job.warnings:
+        for line in [*([plan.note] if plan.note else []), *job.warnings]:
             warn(line)
-        print_facts("Plan", plan_facts(job, workers))
+        print_facts("Plan", plan_facts(job, plan))
         if dry_run:
             say("Dry run: nothing was written.")
             return
@@ -106,12 +107,12 @@ def align_command(
             folder.create(settings, inputs)
 
         def work(executor: Any) -> RunResult:
-            loop = Refinement(job, executor, folder, Stage)
+            loop = Refinement(job, executor, folder, Stage, plan.chunk_limit)
             result = loop.run(resume)
             loop.finish(result)
             return result
 
-        run_job(job, workers, folder, "align", work)
+        run_job(job, plan, folder, "align", work)
 
 
 def _settings(

@@ -51,7 +51,8 @@ from .running import choose_workers, input_paths, plan_facts, run_job, shown_war
 @click.option("--normalise/--no-normalise", "normalise", default=True, show_default=True, help="Particles to mean 0, deviation 1 outside the mask.")
 @click.option("--premultiplied/--not-premultiplied", "premultiplied", default=None, help="Overrides the list's flag (--weighting ctf).")
 @click.option("--max-bad", type=int, metavar="N", help="Unusable particles tolerated. [default: the larger of 1 % and 3]")
-@click.option("--cache-gib", type=float, default=2.0, show_default=True, metavar="GIB", help="Memory of each worker for prepared particles.")
+@click.option("--cache-gib", type=float, default=2.0, show_default=True, metavar="GIB", help="Memory of each CPU worker for prepared particles.")
+@click.option("--gpu-memory", "gpu_memory_gib", type=float, metavar="GIB", help="Memory of each GPU that may be used. [default: what is free]")
 @seed_option
 @subset_option
 @worker_options
@@ -63,13 +64,13 @@ def average_command(particles: Path, output: Path, mask: Path | None, dry_run: b
         settings = AverageSettings(particles=str(particles), output=str(output), mask=None if mask is None else str(mask), **options)
         folder, inputs = RunFolder(output), input_paths(settings.particles, settings.mask)
         folder.check_new(inputs)
-        workers = choose_workers(settings)
+        plan = choose_workers(settings)
         job = prepare_job(settings)
-        for line in job.warnings:
+        for line in [*([plan.note] if plan.note else []), *job.warnings]:
             warn(line)
-        print_facts("Plan", plan_facts(job, workers))
+        print_facts("Plan", plan_facts(job, plan))
         if dry_run:
             say("Dry run: nothing was written.")
             return
         folder.create(settings, inputs)
-        run_job(job, workers, folder, "average", lambda executor: average_run(job, executor, folder, Stage))
+        run_job(job, plan, folder, "average", lambda executor: average_run(job, executor, folder, Stage, plan.chunk_limit))

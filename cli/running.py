@@ -19,7 +19,7 @@ from numba_glocal.errors import DeviceError, SettingsError, plural
 from numba_glocal.execution.executors import make_executor
 from numba_glocal.execution.pinning import usable_cores
 from numba_glocal.execution.pool import WorkerEvent
-from numba_glocal.execution.tasks import particles_treated, start_worker, warm_up
+from numba_glocal.execution.tasks import particles_treated, start_worker, warm_up, warm_up_cuda
 from numba_glocal.fourier import padded_offset
 from numba_glocal.job import Job, largest_chunk, particle_bytes
 from numba_glocal.refinement import RunResult
@@ -76,7 +76,8 @@ def choose_workers(settings: AlignSettings | AverageSettings) -> WorkerPlan:
     SettingsError
         Numbers of workers that make no sense.
     """
-    gpu_ids = tuple(resolve_gpus(settings.gpus))
+    wanted = "none" if settings.gpus is None and settings.cpu_procs is not None else settings.gpus  # --cpu-procs alone asks for the CPU
+    gpu_ids = tuple(resolve_gpus(wanted))
     note_text = ""
     if gpu_ids and importlib.util.find_spec("numba_cuda") is None:
         hint = "expected numba-cuda: pip install 'numba-glocal[cuda12]' or 'numba-glocal[cuda13]'"
@@ -127,7 +128,18 @@ def worker_memory_bytes(job: Job, cache_gib: float) -> int:
     return int(400e6 + cache_gib * 2**30 + chunk + weights + 2 * (512 << 20) + 3 * (64 << 20) + sums + transforms)
 
 
-def plan_facts(job: Job, workers: int) -> list[tuple[str, str]]:
+def _gpu_memory_text(job: Job) -> str:
+    limit = job.settings.gpu_memory_gib
+    return "its free memory" if limit is None else f"{limit:g} GiB of it"
+
+
+def _gpu_share_bytes(job: Job, plan: WorkerPlan) -> int | None:
+    """Device memory of one worker where --gpu-memory caps it."""
+    limit = job.settings.gpu_memory_gib
+    return None if limit is None else int(limit * 2**30 / plan.per_gpu)
+
+
+def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
     """The plan that is shown before work starts."""
     grid, particles = job.grid, job.particles
     halves = [int((particles.half == h).sum()) for h in (1, 2)]
@@ -163,7 +175,12 @@ def plan_facts(job: Job, workers: int) -> list[tuple[str, str]]:
     _, free = memory_bytes()
     each = worker_memory_bytes(job, settings.cache_gib)
     facts += [
-        ("workers", f"{workers} on the CPU, at most {gibibytes(each)} each ({gibibytes(free)} free)"),
+        (
+            "workers",
+            f"{plan.per_gpu} on each of {plural(len(plan.gpu_ids), 'GPU')} ({', '.join(plan.gpu_ids)}), sharing {_gpu_memory_text(job)}"
+            if plan.gpu_ids
+            else f"{plan.workers} on the CPU, at most {gibibytes(each)} each ({gibibytes(free)} free)",
+        ),
         ("output", settings.output),
     ]
     return facts
@@ -192,7 +209,7 @@ class ShownLog(logging.Handler):
             warn("further warnings are in log.txt")
 
 
-def run_job(job: Job, workers: int, folder: RunFolder, command: str, work: Callable[[Any], RunResult]) -> RunResult:
+def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: Callable[[Any], RunResult]) -> RunResult:
     """Starts the workers, runs, writes summary, provenance and report, and says what came out."""
     log, workers_log = logging.getLogger(_LOG), logging.getLogger(f"{_LOG}.worker")
     handler, shown = logging.FileHandler(folder.path / "log.txt"), ShownLog()
@@ -224,16 +241,17 @@ def run_job(job: Job, workers: int, folder: RunFolder, command: str, work: Calla
         for line in job.warnings:  # shown already
             logging.getLogger(f"{_LOG}.plan").warning(line)
         with make_executor(
-            workers,
+            plan.workers,
+            plan.gpu_ids,
             initializer=start_worker,
-            initargs=("cpu", int(job.settings.cache_gib * 2**30)),
-            warm_up=warm_up,
+            initargs=(plan.backend, int(job.settings.cache_gib * 2**30), _gpu_share_bytes(job, plan), plan.per_gpu),
+            warm_up=warm_up_cuda if plan.gpu_ids else warm_up,
             events=happened,
         ) as executor:
             wait = getattr(executor, "wait_ready", None)
             if wait is not None:
                 wait()
-            note(f"{plural(workers, 'worker')} ready in {time.perf_counter() - begun:.1f} s")
+            note(f"{plural(plan.workers, 'worker')} ready in {time.perf_counter() - begun:.1f} s")
             result = work(executor)
         seconds = time.perf_counter() - begun
         state = folder.last_state()

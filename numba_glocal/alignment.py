@@ -153,4 +153,6 @@ def align_chunk(
         new_rotations, new_shifts = candidates.rotations[:, 0], candidates.shifts_angst[:, 0]
     out_rotations = np.where(found[:, None, None], new_rotations, rotations)
     out_shifts = np.where(found[:, None], new_shifts, shifts_angst)
-    return ChunkResult(out_rotations, out_shifts, estimates, session.residuals(out_rotations, out_shifts), bad)
+    residuals = session.residuals(out_rotations, out_shifts)
+    session.unload()
+    return ChunkResult(out_rotations, out_shifts, estimates, residuals, bad)

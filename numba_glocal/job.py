@@ -13,7 +13,7 @@ from .backends.protocols import Grid, ParticleMask
 from .errors import SettingsError, VolumeError
 from .execution.tasks import Chunk
 from .filters import lowpass
-from .fourier import grid_shells, max_band
+from .fourier import grid_shells, max_band, padded_offset
 from .half_sets import assign_half_sets
 from .io import read_particles, read_volume
 from .masks import check_mask, spherical_mask
@@ -23,6 +23,7 @@ from .shifts import binned_box_size
 from .values import FloatArray, ParticleSet
 
 _DEFAULT_DIAMETER_OF_BOX = 0.8
+_CHUNK_BYTES = 512 << 20
 _CHECKED_WEIGHTS = 8
 
 
@@ -191,6 +192,17 @@ def _start_map(grid: Grid, path: str, lowpass_angst: float, warnings: list[str])
     if np.isfinite(pixel) and abs(pixel / grid.pixel_size_angst - 1.0) > 0.02:
         warnings.append(f"{path}: its header says {pixel:g} A, the particles have {grid.pixel_size_angst:g} A; the map is used as it is")
     return lowpass(fourier_crop(volume.data, grid.binned_box_size), grid.binned_pixel_size_angst, lowpass_angst)
+
+
+def particle_bytes(box_size: int) -> int:
+    """Memory of one prepared particle at the full band: its padded spectrum and its grid spectrum."""
+    c = padded_offset(max_band(box_size))
+    return 8 * (2 * c + 1) ** 2 * (c + 1) + 4 * box_size**3
+
+
+def largest_chunk(box_size: int) -> int:
+    """Particles of a task on the CPU: few enough that a worker holds them all, whatever the list's length."""
+    return int(min(128, max(8, _CHUNK_BYTES // particle_bytes(box_size))))
 
 
 def make_chunks(particles: ParticleSet, anchors_angst: FloatArray, half: int, parts: int = 8, largest: int = 128) -> list[Chunk]:

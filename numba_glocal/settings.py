@@ -69,7 +69,9 @@ class AlignSettings:
     gpus, procs_per_gpu, cpu_procs
         Workers.
     cache_gib : float
-        Budget of prepared particles of each worker.
+        Budget of prepared particles of each CPU worker.
+    gpu_memory_gib : float or None
+        Device memory of each GPU that may be used; None: what is free.
     """
 
     particles: str
@@ -104,6 +106,7 @@ class AlignSettings:
     procs_per_gpu: str = "auto"
     cpu_procs: int | None = None
     cache_gib: float = 2.0
+    gpu_memory_gib: float | None = None
 
     def __post_init__(self) -> None:
         """Refuses values that mean nothing, by their option's name."""
@@ -120,6 +123,7 @@ class AlignSettings:
             ("--lowpass", self.lowpass_angst),
             ("--angle-increment", self.angle_increment_deg),
             ("--cache-gib", self.cache_gib),
+            ("--gpu-memory", self.gpu_memory_gib),
         ):
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise SettingsError(f"{option}: expected a positive number, found {value}")
@@ -190,6 +194,7 @@ class AverageSettings:
     procs_per_gpu: str = "auto"
     cpu_procs: int | None = None
     cache_gib: float = 2.0
+    gpu_memory_gib: float | None = None
 
     def __post_init__(self) -> None:
         """Refuses what `AlignSettings` refuses, and unknown weightings."""

@@ -47,7 +47,7 @@ _STOP_SHIFT_ANGST = 0.02
 _MAX_STEPS = 8
 _MAX_ANGLE_STEP_DEG = 3.0
 _COLUMN_GROUP_BYTES = 64 << 20
-_TEMPLATE_CACHE_BYTES = 1 << 30
+_TEMPLATE_CACHE_BYTES = 512 << 20
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class _Particle:
 
     @property
     def size_bytes(self) -> int:
-        total = self.padded.nbytes + self.spectrum.nbytes
+        total = self.padded.nbytes + self.spectrum.nbytes + self.weight.nbytes // 4  # a weight is often shared by many particles
         for extra in (self.padded_unmasked, self.grid_unmasked):
             total += 0 if extra is None else extra.nbytes
         return total
@@ -139,6 +139,7 @@ class CPUSearchSession:
         self._mask_mean_square = float((self._mask.astype(np.float64) ** 2).mean())
         self._templates_cache = ByteCache(_TEMPLATE_CACHE_BYTES)
         self._sigma_maps: dict[tuple[int, float], NDArray[np.float32]] = {}
+        self._powers: dict[tuple[int, float], float] = {}
         self._particles: list[_Particle | None] = []
         self._scratch = np.zeros(kernels.SCRATCH_SIZE, np.float32)
 
@@ -146,8 +147,8 @@ class CPUSearchSession:
 
     def load(self, particles: ParticleBatch) -> list[tuple[int, str]]:
         """Masks, pads and transforms what the cache does not hold; returns (index, reason) of unusable particles."""
-        self._particles, bad = [], []
-        self._sigma_maps = {}
+        self.unload()
+        bad: list[tuple[int, str]] = []
         unmasked = self.setup.score == "flcf"
         mask, grid = self.setup.particle_mask, self.setup.grid
         reach = min(max_band(self._n), -(-self._reach // 6) * 6)  # a band that grows a little does not void the cache
@@ -370,11 +371,15 @@ class CPUSearchSession:
 
     def _power(self, p: int, k_max: float) -> float:
         """``sum w |X|^2`` over the samples where C is not 0."""
-        particle = self._particles[p]
-        assert particle is not None
-        inside, ctf, w = self._weights_on_grid(particle, k_max)
-        used = inside & (ctf != 0)
-        return max(float((w[used] * np.abs(particle.spectrum[used]) ** 2).sum(dtype=np.float64)), 1e-30)
+        found = self._powers.get((p, k_max))
+        if found is None:
+            particle = self._particles[p]
+            assert particle is not None
+            inside, ctf, w = self._weights_on_grid(particle, k_max)
+            used = inside & (ctf != 0)
+            found = max(float((w[used] * np.abs(particle.spectrum[used]) ** 2).sum(dtype=np.float64)), 1e-30)
+            self._powers[(p, k_max)] = found
+        return found
 
     def _flcf_factor(self) -> float:
         return math.sqrt(2.0 / (self._n**3 * float(self._mask.sum(dtype=np.float64))))
@@ -610,9 +615,15 @@ class CPUSearchSession:
         assert power.power.shape[0] == N_WEIGHT_BINS
         return power
 
+    def unload(self) -> None:
+        """Lets go of the loaded particles; the cache keeps what its budget allows."""
+        self._particles = []
+        self._sigma_maps = {}
+        self._powers = {}
+
     def close(self) -> None:
         """Drops templates and particles."""
-        self._particles = []
+        self.unload()
         self._templates_cache = ByteCache(0)
         self._sigma_maps = {}
 

@@ -152,8 +152,8 @@ class ShiftCube:
 
 @lru_cache(maxsize=32)
 def shift_cube(radius_voxels: float, step_voxels: float) -> ShiftCube:
-    """Trial shifts that fill a ball of `radius_voxels`, about `step_voxels` apart; the zero shift is always one."""
-    steps = min(MAX_SHIFT_STEPS, max(1, int(round(radius_voxels / step_voxels)))) if radius_voxels > 0 else 0
+    """Trial shifts that fill a ball of `radius_voxels`, at most 1.25 `step_voxels` apart; the zero shift is always one."""
+    steps = min(MAX_SHIFT_STEPS, max(1, int(math.ceil(radius_voxels / step_voxels - 0.25)))) if radius_voxels > 0 else 0
     if steps:
         step_voxels = radius_voxels / steps
     order = np.array([0] + [s * j for j in range(1, steps + 1) for s in (1, -1)])
@@ -283,7 +283,7 @@ def _line_sums(templates, t0, column, y0, pairs, coefficients, steps, out, o0):
         store(out, o0, re)
         store(out, o0 + LANES, im)
         return
-    first = 0
+    first = np.int64(0)
     while first < steps:
         left = steps - first
         if left == 1:
@@ -325,7 +325,7 @@ def search_block(
     width = 2 * steps + 1
     particles = columns.shape[0]
     line_rows = 2 * width * LANES
-    plus, minus = 0, line_rows
+    plus, minus = np.int64(0), line_rows  # a literal 0 would be another type, and compile every helper twice
     fold_c = 2 * line_rows  # C(m, tz), m = 0 .. steps
     fold_s = fold_c + (steps + 1) * line_rows
     turned = fold_s + (steps + 1) * line_rows  # B(ty, tz)

@@ -235,6 +235,9 @@ class SearchSession(Protocol):
     def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> ResidualPower:
         """Residual power at given poses, beyond `k_max` the whole power."""
 
+    def unload(self) -> None:
+        """Lets go of the loaded particles; what the backend's cache keeps stays."""
+
     def close(self) -> None:
         """Gives the session's memory back."""
 

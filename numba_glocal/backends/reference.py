@@ -406,6 +406,10 @@ class ReferenceSearchSession:
             np.add.at(total.weight_sum, (row, shell), a)
         return total
 
+    def unload(self) -> None:
+        """Lets go of the loaded particles."""
+        self._particles = []
+
     def close(self) -> None:
         """Drops the particles."""
         self._particles = []

@@ -153,7 +153,9 @@ class WorkerState:
 _state: WorkerState | None = None
 
 
-def start_worker(info: WorkerInfo | None = None, backend: str = "cpu", cache_bytes: int = 2 << 30) -> str:
+def start_worker(
+    info: WorkerInfo | None = None, backend: str = "cpu", cache_bytes: int = 2 << 30, gpu_memory_bytes: int | None = None, share: int = 1
+) -> str:
     """Pool initialiser: makes this process's backend.
 
     Parameters
@@ -161,9 +163,13 @@ def start_worker(info: WorkerInfo | None = None, backend: str = "cpu", cache_byt
     info : WorkerInfo
         Who this worker is.
     backend : str
-        "cpu".
+        "cpu" or "cuda".
     cache_bytes : int
-        Budget of the cache of prepared particles.
+        Budget of the cache of prepared particles (cpu).
+    gpu_memory_bytes : int, optional
+        Device memory this worker may use (cuda).
+    share : int
+        Workers on the same GPU (cuda).
 
     Returns
     -------
@@ -171,10 +177,16 @@ def start_worker(info: WorkerInfo | None = None, backend: str = "cpu", cache_byt
         What the backend runs on, for the log.
     """
     global _state
+    if backend == "cuda":
+        from ..backends.cuda.backend import CUDABackend
+
+        on_gpu = CUDABackend(gpu_memory_bytes, share)
+        _state = WorkerState(on_gpu)
+        return on_gpu.device
     from ..backends.cpu import CPUBackend
 
     if backend != "cpu":
-        raise WorkerError(f"backend {backend!r} is not known; expected cpu")
+        raise WorkerError(f"backend {backend!r} is not known; expected cpu or cuda")
     _state = WorkerState(CPUBackend(cache_bytes))
     return "CPU"
 
@@ -219,8 +231,19 @@ def particles_treated(result: ChunkResult | SumResult) -> int:
 
 
 def warm_up() -> None:
-    """Compiles (or loads) every kernel on a tiny problem; the pool lets one worker do it while the others wait."""
+    """Compiles (or loads) the CPU kernels on a tiny problem; the pool lets one worker do it while the others wait."""
     from ..backends.cpu import CPUBackend
+
+    _exercise(CPUBackend(0), (0.0, 1.0, 2.0, 3.0))
+
+
+def warm_up_cuda() -> None:
+    """Compiles (or loads) the CUDA kernels on a tiny problem."""
+    _exercise(_worker().backend, (1.0, 2.0, 3.0))
+
+
+def _exercise(backend: Backend, shift_steps: tuple[float, ...]) -> None:
+    """Searches, refines and sums two tiny particles, with shift windows of the given numbers of steps."""
     from ..backends.protocols import ParticleBatch
 
     n = 16
@@ -229,12 +252,11 @@ def warm_up() -> None:
     weight = np.ones((n, n, n // 2 + 1), np.float32)
     grid, mask = Grid(n, n, 1.0), ParticleMask(5.0, 2.0)
     noise = NoiseModel(np.ones(n // 2 + 1))
-    backend = CPUBackend(0)
     batch = ParticleBatch(("a", "b"), lambda i: (volume, weight))
     starts, shifts = np.repeat(np.eye(3)[None], 2, 0), np.zeros((2, 3))
     session = backend.open_search(SearchSetup(grid, volume, mask, noise, "ml", 0.0, 6.0))
-    levels = search_levels(SearchPlan(30.0, 1, 4.0, 6.0), n, 1.0, 5.0)
-    levels = tuple(replace(level, shift_radius_angst=level.shift_step_angst * steps) for level in levels for steps in (0.0, 1.0, 2.0, 3.0))
+    level = search_levels(SearchPlan(30.0, 1, 4.0, 6.0), n, 1.0, 5.0)[-1]
+    levels = tuple(replace(level, shift_radius_angst=level.shift_step_angst * steps) for steps in shift_steps)
     align_chunk(session, batch, starts, shifts, shifts, levels, True)
     session.close()
     total = backend.open_sum(SumSetup(grid, mask, noise))

@@ -33,12 +33,37 @@ SIGNATURES = {
     "choose": (f2, i32, i32, f2, f2, float32, n, i2, f2),
     "band_power": (f, n, i32, i32, *WEIGHTS, i32, i32, f2, i32, f, f, d),
     "refine": (
-        f, n, n, f, n, i32, i32, int16[::1], *WEIGHTS, i32, i32, f2, i32, f, f, f, d2, d2, d2, float64, n, float64, float64, float64, d2, i32,
+        f,
+        n,
+        n,
+        f,
+        n,
+        i32,
+        i32,
+        int16[::1],
+        *WEIGHTS,
+        i32,
+        i32,
+        f2,
+        i32,
+        f,
+        f,
+        f,
+        d2,
+        d2,
+        d2,
+        float64,
+        n,
+        float64,
+        float64,
+        float64,
+        d2,
+        i32,
     ),
     "residual_power": (f, n, n, float32, f, n, i32, i32, int16[::1], *WEIGHTS, i32, i32, i32, f, f, f, f2, f2, f3, f3, f3),
     "insert": (int64[:, ::1], n, n, f, n, i32, i32, int16[::1], *WEIGHTS, i32, f2, i32, f, f2, f2),
-}  # fmt: skip
-SEARCH = (f, f, i64, i64, i64, f, n, n, n, i2, n, f2, f2, f2, i2)
+}
+SEARCH = (f, f, i64, i64, i64, f, n, n, n, n, i2, n, f2, f2, f2, i2)
 IN_DOUBLE = {"refine", "band_power", "insert", "residual_power"}
 
 
@@ -74,7 +99,9 @@ def test_every_shift_of_the_ball_belongs_to_one_group():
         rows = []
         for group in search.shift_groups(steps, radius2):
             entries = group.entries()
-            assert group.n_sums * group.threads * 4 <= 48 << 10
+            assert group.shared_bytes(group.threads(40), 40) <= 115_000
             rows += [up for _, _, up, _ in entries] + [down for _, paired, _, down in entries if paired]
-        inside = sum(x * x + y * y + z * z <= radius2 for x in range(-steps, steps + 1) for y in range(-steps, steps + 1) for z in range(-steps, steps + 1))
+        inside = sum(
+            x * x + y * y + z * z <= radius2 for x in range(-steps, steps + 1) for y in range(-steps, steps + 1) for z in range(-steps, steps + 1)
+        )
         assert len(rows) == len(set(rows)) == inside

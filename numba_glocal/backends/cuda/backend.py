@@ -25,7 +25,7 @@ from ..cpu import CPUSearchSession, unpack_normal_equations
 from ..interpolation import interpolation_curvature
 from ..protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, WeightedSum, no_candidates
 from . import kernels
-from .search import TILE_ROTATIONS, coefficient_table, search_kernel, shift_groups
+from .search import TILE_ROTATIONS, coefficient_table, launch, shift_groups
 
 _STOP_ANGLE_DEG = 0.02
 _STOP_SHIFT_ANGST = 0.02
@@ -130,7 +130,9 @@ class _Slots:
                     self._free.append(slot)
                     break
             else:
-                raise DeviceError("the GPU's memory does not hold one chunk of particles; use fewer workers a GPU, --binning, or a larger --gpu-memory")
+                raise DeviceError(
+                    "the GPU's memory does not hold one chunk of particles; use fewer workers a GPU, --binning, or a larger --gpu-memory"
+                )
         slot = self._free.pop()
         self._slot_of[key], self._facts[key] = slot, facts
         return slot
@@ -179,7 +181,9 @@ class _Transform:
         threads = (16, 16)
 
         def launch(grid_rows: int, grid_columns: int, batch: int, *arguments: Any) -> None:
-            kernels.contract[(-(-grid_columns // 32), -(-grid_rows // 32), batch), threads](*arguments, grid_rows, grid_columns, n)
+            kernels.contract[(-(-grid_columns // kernels.WIDE_TILE), -(-grid_rows // kernels.WIDE_TILE), batch), threads](
+                *arguments, grid_rows, grid_columns, n
+            )
 
         flat = volumes.reshape(volumes.size)
         # along x: (n n, n) by (n, columns), a particle a batch
@@ -475,7 +479,7 @@ class CUDASearchSession:
         if found is None:
             count = len(level.rotations)
             padded = -(-count // TILE_ROTATIONS) * TILE_ROTATIONS
-            templates = cuda.device_array(padded * band.n_pairs * 4, np.float32)
+            templates = cuda.device_array(padded * band.n_pairs * 4 + _SPARE_BYTES // 4, np.float32)
             powers = cuda.device_array((count, 2 * band.n_pairs), np.float32)
             matrices = cuda.to_device(level.rotations.reshape(-1, 9).astype(np.float32))
             kernels.fill_templates[(-(-2 * band.n_pairs // 128), count), 128](self._reference, self._offset, points, matrices, templates, powers)
@@ -485,7 +489,7 @@ class CUDASearchSession:
 
     def search(self, starts: Candidates, anchor_angst: NDArray[np.float64], level: SearchLevel) -> Candidates:
         """Scores every rotation and shift of the level around every start; keeps the best that are apart."""
-        setup, grid, n = self.setup, self.setup.grid, self._n
+        grid, n = self.setup.grid, self._n
         band, points, radius, point_weight, line_start, line_length, plane_start = self._line_band(min(level.k_max, float(self._reach)))
         size = (grid.pixel_size_angst, grid.box_size, n)
         cube = lines.shift_cube(float(angst_to_voxels(level.shift_radius_angst, *size)), float(angst_to_voxels(level.shift_step_angst, *size)))
@@ -509,18 +513,41 @@ class CUDASearchSession:
                 items += int(seeds[particles[last]])
                 last += 1
             part = particles[first:last]
-            work = [(p, s) for p in part for s in np.flatnonzero(used[p])]
+            work = [(int(p), int(s)) for p in part for s in np.flatnonzero(used[p])]
             self._search_part(
-                part, work, starts, anchor_angst, level, band, cube, (points, radius, point_weight, line_start, line_length, plane_start),
-                (templates, powers, matrices), coefficients, groups, entries, result,
-            )  # fmt: skip
+                part,
+                work,
+                starts,
+                anchor_angst,
+                level,
+                band,
+                cube,
+                (points, radius, point_weight, line_start, line_length, plane_start),
+                (templates, powers, matrices),
+                coefficients,
+                groups,
+                entries,
+                result,
+            )
             first = last
         return result
 
     def _search_part(
-        self, part: NDArray[np.intp], work: list[tuple[int, int]], starts: Candidates, anchor_angst: NDArray[np.float64], level: SearchLevel, band: lines.LineBand,
-        cube: lines.ShiftCube, layout: tuple[Any, ...], bank: tuple[Any, ...], coefficients: Any, groups: Any, entries: list[Any], result: Candidates,
-    ) -> None:  # fmt: skip
+        self,
+        part: NDArray[np.intp],
+        work: list[tuple[int, int]],
+        starts: Candidates,
+        anchor_angst: NDArray[np.float64],
+        level: SearchLevel,
+        band: lines.LineBand,
+        cube: lines.ShiftCube,
+        layout: tuple[Any, ...],
+        bank: tuple[Any, ...],
+        coefficients: Any,
+        groups: Any,
+        entries: list[Any],
+        result: Candidates,
+    ) -> None:
         setup, grid, n = self.setup, self.setup.grid, self._n
         points, radius, point_weight, line_start, line_length, plane_start = layout
         templates, powers, matrices = bank
@@ -529,7 +556,9 @@ class CUDASearchSession:
         p_of, s_of = np.array([p for p, _ in work]), np.array([s for _, s in work])
         start_rotations, start_angst = starts.rotations[p_of, s_of], starts.shifts_angst[p_of, s_of]
         start_voxels = angst_to_voxels(start_angst, *size)
-        columns = cuda.device_array((items, 4 * band.n_pairs), np.float32)
+        top = int(math.floor(band.k_max + 1e-6))
+        columns = cuda.device_array(items * 4 * band.n_pairs + _SPARE_BYTES // 4, np.float32)
+        columns_2d = columns[: items * 4 * band.n_pairs].reshape(items, 4 * band.n_pairs)
         den_weight = cuda.device_array((items, 2 * band.n_pairs), np.float32)
         kinds = cuda.to_device(self._kinds[p_of])
         slots = cuda.to_device(self._slots[p_of])
@@ -539,11 +568,28 @@ class CUDASearchSession:
         pool = self._pool
         assert pool.pad is not None
         kernels.turn[(-(-2 * band.n_pairs // 128), items), 128](
-            pool.spectra[1 if self._unmasked else 0], pool.pad.size, slots, pool.pad.c, device_weights, weight_size, kinds, n, self._tables, signed, table_scale,
-            self._inverse_sigma2, points, radius, point_weight, device_starts, cuda.to_device(in_reference.astype(np.float32)), columns, den_weight,
-        )  # fmt: skip
+            pool.spectra[1 if self._unmasked else 0],
+            pool.pad.size,
+            slots,
+            pool.pad.c,
+            device_weights,
+            weight_size,
+            kinds,
+            n,
+            self._tables,
+            signed,
+            table_scale,
+            self._inverse_sigma2,
+            points,
+            radius,
+            point_weight,
+            device_starts,
+            cuda.to_device(in_reference.astype(np.float32)),
+            columns_2d,
+            den_weight,
+        )
         den = cuda.device_array((items, rotations), np.float32)
-        kernels.products[(-(-rotations // 32), -(-items // 32)), (16, 16)](den_weight, powers, den)
+        kernels.products[(-(-rotations // kernels.WIDE_TILE), -(-items // kernels.WIDE_TILE)), (16, 16)](den_weight, powers, den)
         weighted = bool(np.isfinite(setup.max_shift_angst)) or self._unmasked
         if weighted:
             trial_angst = voxels_to_angst(cube.shifts_voxels, *size)
@@ -561,12 +607,31 @@ class CUDASearchSession:
         device_multiplier, device_bias = cuda.to_device(multiplier), cuda.to_device(bias)
         best = cuda.device_array((items, rotations), np.float32)
         best_shift = cuda.device_array((items, rotations), np.int32)
-        flat_columns = columns.reshape(columns.size)
         for group, rows in zip(groups, entries, strict=True):
-            search_kernel(group)[group.grid(rotations, items), group.threads](
-                templates, flat_columns, line_start, line_length, plane_start, coefficients, band.n_pairs, rotations, items, rows, int(weighted),
-                device_multiplier, device_bias, best, best_shift,
-            )  # fmt: skip
+            launch(
+                group,
+                top,
+                rotations,
+                items,
+                (
+                    templates,
+                    columns,
+                    line_start,
+                    line_length,
+                    plane_start,
+                    coefficients,
+                    top,
+                    band.n_pairs,
+                    rotations,
+                    items,
+                    rows,
+                    int(weighted),
+                    device_multiplier,
+                    device_bias,
+                    best,
+                    best_shift,
+                ),
+            )
         power = cuda.to_device(np.ones(items, np.float32))
         if setup.score == "ncc":
             power = cuda.to_device(self._powers(band.k_max)[p_of].astype(np.float32))
@@ -614,15 +679,33 @@ class CUDASearchSession:
         out = cuda.device_array(count, np.float64)
         device_weights, weight_size, signed, table_scale, _ = self._weights()
         kernels.band_power[count, kernels.REDUCE_THREADS](
-            self._pool.cubes[0], self._pool.cube.size, cuda.to_device(self._slots), samples.cube_index, device_weights, weight_size, cuda.to_device(self._kinds),
-            samples.weight_index, samples.shell, self._tables, signed, table_scale, self._inverse_sigma2, out,
-        )  # fmt: skip
+            self._pool.cubes[0],
+            self._pool.cube.size,
+            cuda.to_device(self._slots),
+            samples.cube_index,
+            device_weights,
+            weight_size,
+            cuda.to_device(self._kinds),
+            samples.weight_index,
+            samples.shell,
+            self._tables,
+            signed,
+            table_scale,
+            self._inverse_sigma2,
+            out,
+        )
         return np.maximum(out.copy_to_host(), 1e-30)
 
     # -- refinement --------------------------------------------------------------------------------------------------
 
     def _run_refine(
-        self, p_of: NDArray[np.intp], rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64], anchor_angst: NDArray[np.float64], steps: int, cubes: Any
+        self,
+        p_of: NDArray[np.intp],
+        rotations: NDArray[np.float64],
+        shifts_angst: NDArray[np.float64],
+        anchor_angst: NDArray[np.float64],
+        steps: int,
+        cubes: Any,
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int32]]:
         grid, n = self.setup.grid, self._n
         size = (grid.pixel_size_angst, grid.box_size, n)
@@ -635,12 +718,35 @@ class CUDASearchSession:
         samples = self._samples
         limit = float(angst_to_voxels(min(self.setup.max_shift_angst, 1e9), *size))
         kernels.refine[items, kernels.REFINE_THREADS](
-            self._reference, self._offset, n, cubes, self._pool.cube.size, cuda.to_device(self._slots[p_of]), samples.cube_index, samples.k, device_weights,
-            weight_size, cuda.to_device(self._kinds[p_of]), samples.weight_index, samples.shell, self._tables, signed, table_scale, self._inverse_sigma2,
+            self._reference,
+            self._offset,
+            n,
+            cubes,
+            self._pool.cube.size,
+            cuda.to_device(self._slots[p_of]),
+            samples.cube_index,
+            samples.k,
+            device_weights,
+            weight_size,
+            cuda.to_device(self._kinds[p_of]),
+            samples.weight_index,
+            samples.shell,
+            self._tables,
+            signed,
+            table_scale,
+            self._inverse_sigma2,
             self._curvature,
-            device_rotations, device_shifts, anchors, limit, steps, math.radians(_MAX_ANGLE_STEP_DEG), math.radians(_STOP_ANGLE_DEG),
-            float(angst_to_voxels(_STOP_SHIFT_ANGST, *size)), sums, taken,
-        )  # fmt: skip
+            device_rotations,
+            device_shifts,
+            anchors,
+            limit,
+            steps,
+            math.radians(_MAX_ANGLE_STEP_DEG),
+            math.radians(_STOP_ANGLE_DEG),
+            float(angst_to_voxels(_STOP_SHIFT_ANGST, *size)),
+            sums,
+            taken,
+        )
         return (
             device_rotations.copy_to_host().reshape(-1, 3, 3),
             voxels_to_angst(device_shifts.copy_to_host(), *size),
@@ -704,9 +810,15 @@ class CUDASearchSession:
         out.covariances[p] = np.einsum("pij,pjk,plk->pil", frames, inverse, frames)
 
     def _margins(
-        self, out: PoseEstimates, order: NDArray[np.intp], winners: NDArray[np.intp], p_of: NDArray[np.intp], rotations: NDArray[np.float64],
-        shifts: NDArray[np.float64], likelihood: NDArray[np.float64],
-    ) -> None:  # fmt: skip
+        self,
+        out: PoseEstimates,
+        order: NDArray[np.intp],
+        winners: NDArray[np.intp],
+        p_of: NDArray[np.intp],
+        rotations: NDArray[np.float64],
+        shifts: NDArray[np.float64],
+        likelihood: NDArray[np.float64],
+    ) -> None:
         """Log-odds of the best pose over the next one that is another pose."""
         winner_of = np.full(len(self._slots), -1)
         winner_of[p_of[winners]] = winners
@@ -740,14 +852,36 @@ class CUDASearchSession:
         device_weights, weight_size, signed, _, relative_scale = self._weights()
         reach2 = np.float32(min(self.setup.k_max, float(self._reach)) ** 2 + 1e-6)
         kernels.residual_power[(shells, len(p)), 64](
-            self._reference, self._offset, n, reach2, self._pool.cubes[0], self._pool.cube.size, cuda.to_device(self._slots[p]), samples.cube_index, samples.k,
-            device_weights, weight_size, cuda.to_device(self._kinds[p]), samples.weight_index, start, signed, relative_scale,
-            cuda.to_device(WEIGHT_BIN_EDGES.astype(np.float32)), self._curvature, cuda.to_device(rotations[p].reshape(-1, 9).astype(np.float32)),
-            cuda.to_device(shifts.astype(np.float32)), *results,
-        )  # fmt: skip
+            self._reference,
+            self._offset,
+            n,
+            reach2,
+            self._pool.cubes[0],
+            self._pool.cube.size,
+            cuda.to_device(self._slots[p]),
+            samples.cube_index,
+            samples.k,
+            device_weights,
+            weight_size,
+            cuda.to_device(self._kinds[p]),
+            samples.weight_index,
+            start,
+            signed,
+            relative_scale,
+            cuda.to_device(WEIGHT_BIN_EDGES.astype(np.float32)),
+            self._curvature,
+            cuda.to_device(rotations[p].reshape(-1, 9).astype(np.float32)),
+            cuda.to_device(shifts.astype(np.float32)),
+            *results,
+        )
         for target, source in zip((total.power, total.count, total.weight_sum), results, strict=True):
             target[...] = source.copy_to_host().sum(axis=0, dtype=np.float64)
         return total
+
+    def unload(self) -> None:
+        """Lets go of the loaded particles; the pool keeps what fits."""
+        self._slots, self._kinds, self._usable = np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, bool)
+        self._batch, self._host = None, None
 
     def close(self) -> None:
         """Drops templates and reference; the pool stays with the backend."""
@@ -814,10 +948,24 @@ class CUDASumSession:
             shifts = angst_to_voxels(shifts_angst[p], grid.pixel_size_angst, grid.box_size, n) / n
             signed, table_scale, _ = weights.facts()
             kernels.insert[(-(-self._samples.size // 128), len(p)), 128](
-                self._sums, self._offset, n, pool.cubes[0], pool.cube.size, cuda.to_device(slots[p]), self._samples.cube_index, self._samples.k, weights.device(),
-                weights.size, cuda.to_device(kinds[p]), self._samples.weight_index, self._tables, signed, table_scale,
-                cuda.to_device(rotations[p].reshape(-1, 9).astype(np.float32)), cuda.to_device(shifts.astype(np.float32)),
-            )  # fmt: skip
+                self._sums,
+                self._offset,
+                n,
+                pool.cubes[0],
+                pool.cube.size,
+                cuda.to_device(slots[p]),
+                self._samples.cube_index,
+                self._samples.k,
+                weights.device(),
+                weights.size,
+                cuda.to_device(kinds[p]),
+                self._samples.weight_index,
+                self._tables,
+                signed,
+                table_scale,
+                cuda.to_device(rotations[p].reshape(-1, 9).astype(np.float32)),
+                cuda.to_device(shifts.astype(np.float32)),
+            )
             self._count += len(p)
         return sorted(bad)
 

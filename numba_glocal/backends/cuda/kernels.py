@@ -24,9 +24,9 @@ _SHARED_PARTIALS = N_SUMS * _ROW
 _SEGMENT_SUMS = N_SUMS * _SEGMENTS
 CHOOSE_THREADS = 128
 REDUCE_THREADS = 256
-_TILE = 32
-_DEPTH = 16
-_TILE_COMPLEX = _TILE * _DEPTH * 2
+WIDE_TILE = 64
+_WIDE, _WIDE_ROW = WIDE_TILE, WIDE_TILE + 1
+_DEPTH, _SHALLOW = 16, 8
 NUMERATOR_SCALE = float(1 << 20)
 DENOMINATOR_SCALE = float(1 << 30)
 
@@ -55,66 +55,63 @@ def contract(a, a_batch, a_row, a_depth, a_complex, b, b_batch, b_depth, b_colum
     """Batched complex matrix product ``C = A B`` with any strides: the three passes of a cropped, padded Fourier transform.
 
     Strides are in elements: of complex numbers (re, im interleaved) where `a_complex` (`b_complex`) is 1, of floats where it is 0.
-    Blocks of 16 x 16 threads make tiles of 32 x 32; the batch is the grid's third axis.
+    Blocks of 16 x 16 threads make tiles of 64 x 64, four by four a thread; the batch is the grid's third axis.
     """
-    tile_a = cuda.shared.array(_TILE_COMPLEX, float32)
-    tile_b = cuda.shared.array(_TILE_COMPLEX, float32)
+    a_re = cuda.shared.array((_SHALLOW, _WIDE_ROW), float32)
+    a_im = cuda.shared.array((_SHALLOW, _WIDE_ROW), float32)
+    b_re = cuda.shared.array((_SHALLOW, _WIDE_ROW), float32)
+    b_im = cuda.shared.array((_SHALLOW, _WIDE_ROW), float32)
     tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
     tid = ty * 16 + tx
-    row0, column0, batch = cuda.blockIdx.y * _TILE, cuda.blockIdx.x * _TILE, cuda.blockIdx.z
-    r00, i00, r01, i01 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
-    r10, i10, r11, i11 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
-    for start in range(0, depth, _DEPTH):
-        for j in range(tid, _TILE * _DEPTH, 256):
+    row0, column0, batch = cuda.blockIdx.y * _WIDE, cuda.blockIdx.x * _WIDE, cuda.blockIdx.z
+    sum_re = cuda.local.array(16, float32)
+    sum_im = cuda.local.array(16, float32)
+    for j in range(16):
+        sum_re[j] = float32(0.0)
+        sum_im[j] = float32(0.0)
+    for start in range(0, depth, _SHALLOW):
+        for j in range(tid, _WIDE * _SHALLOW, 256):
             # A is read along its depth, B along its columns
-            d, r = j % _DEPTH, j // _DEPTH
+            d, r = j % _SHALLOW, j // _SHALLOW
             vr, vi = float32(0.0), float32(0.0)
             if row0 + r < rows and start + d < depth:
                 at = batch * a_batch + (row0 + r) * a_row + (start + d) * a_depth
                 if a_complex:
-                    vr, vi = a[2 * at], a[2 * at + 1]
+                    vr, vi = load2(a, 2 * at)
                 else:
                     vr = a[at]
-            tile_a[2 * (d * _TILE + r)], tile_a[2 * (d * _TILE + r) + 1] = vr, vi
-            q, d = j % _TILE, j // _TILE
+            a_re[d, r], a_im[d, r] = vr, vi
+            q, d = j % _WIDE, j // _WIDE
             vr, vi = float32(0.0), float32(0.0)
             if column0 + q < columns and start + d < depth:
                 at = batch * b_batch + (start + d) * b_depth + (column0 + q) * b_column
                 if b_complex:
-                    vr, vi = b[2 * at], b[2 * at + 1]
+                    vr, vi = load2(b, 2 * at)
                 else:
                     vr = b[at]
-            tile_b[2 * (d * _TILE + q)], tile_b[2 * (d * _TILE + q) + 1] = vr, vi
+            b_re[d, q], b_im[d, q] = vr, vi
         cuda.syncthreads()
-        for d in range(_DEPTH):
-            a0, a1 = 2 * (d * _TILE + ty), 2 * (d * _TILE + ty + 16)
-            b0, b1 = 2 * (d * _TILE + tx), 2 * (d * _TILE + tx + 16)
-            ar, ai, br, bi = tile_a[a0], tile_a[a0 + 1], tile_b[b0], tile_b[b0 + 1]
-            cr, ci, dr, di = tile_a[a1], tile_a[a1 + 1], tile_b[b1], tile_b[b1 + 1]
-            r00 += ar * br - ai * bi
-            i00 += ar * bi + ai * br
-            r01 += ar * dr - ai * di
-            i01 += ar * di + ai * dr
-            r10 += cr * br - ci * bi
-            i10 += cr * bi + ci * br
-            r11 += cr * dr - ci * di
-            i11 += cr * di + ci * dr
+        for d in range(_SHALLOW):
+            q0r, q1r, q2r, q3r = b_re[d, tx], b_re[d, tx + 16], b_re[d, tx + 32], b_re[d, tx + 48]
+            q0i, q1i, q2i, q3i = b_im[d, tx], b_im[d, tx + 16], b_im[d, tx + 32], b_im[d, tx + 48]
+            for i in range(4):
+                vr, vi = a_re[d, ty + 16 * i], a_im[d, ty + 16 * i]
+                sum_re[4 * i] += vr * q0r - vi * q0i
+                sum_im[4 * i] += vr * q0i + vi * q0r
+                sum_re[4 * i + 1] += vr * q1r - vi * q1i
+                sum_im[4 * i + 1] += vr * q1i + vi * q1r
+                sum_re[4 * i + 2] += vr * q2r - vi * q2i
+                sum_im[4 * i + 2] += vr * q2i + vi * q2r
+                sum_re[4 * i + 3] += vr * q3r - vi * q3i
+                sum_im[4 * i + 3] += vr * q3i + vi * q3r
         cuda.syncthreads()
-    for half_row in range(2):
-        for half_column in range(2):
-            row, column = row0 + ty + 16 * half_row, column0 + tx + 16 * half_column
+    for i in range(4):
+        for q in range(4):
+            row, column = row0 + ty + 16 * i, column0 + tx + 16 * q
             if row < rows and column < columns:
                 at = 2 * (batch * c_batch + row * c_row + column * c_column)
-                if half_row == 0:
-                    if half_column == 0:
-                        c[at], c[at + 1] = r00, i00
-                    else:
-                        c[at], c[at + 1] = r01, i01
-                else:
-                    if half_column == 0:
-                        c[at], c[at + 1] = r10, i10
-                    else:
-                        c[at], c[at + 1] = r11, i11
+                c[at] = sum_re[4 * i + q]
+                c[at + 1] = sum_im[4 * i + q]
 
 
 @_device
@@ -273,21 +270,23 @@ def fill_templates(spectrum, c, points, matrices, templates, powers):
 
 @_jit
 def products(a, b, out):
-    """out[i, j] = sum over d of a[i, d] b[j, d], in blocks of 16 x 16 threads and tiles of 32 x 32 (den2: powers against weights).
+    """out[i, j] = sum over d of a[i, d] b[j, d], in blocks of 16 x 16 threads and tiles of 64 x 64 (den2: powers against weights).
 
     Parameters
     ----------
     a : (rows, depth) float32, b : (columns, depth) float32, out : (rows, columns) float32
     """
-    tile_a = cuda.shared.array((_DEPTH, 33), float32)
-    tile_b = cuda.shared.array((_DEPTH, 33), float32)
+    tile_a = cuda.shared.array((_DEPTH, _WIDE_ROW), float32)
+    tile_b = cuda.shared.array((_DEPTH, _WIDE_ROW), float32)
     tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
     tid = ty * 16 + tx
-    row0, column0 = cuda.blockIdx.y * 32, cuda.blockIdx.x * 32
+    row0, column0 = cuda.blockIdx.y * _WIDE, cuda.blockIdx.x * _WIDE
     depth = a.shape[1]
-    s00, s01, s10, s11 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+    total = cuda.local.array(16, float32)
+    for j in range(16):
+        total[j] = float32(0.0)
     for start in range(0, depth, _DEPTH):
-        for j in range(tid, 32 * _DEPTH, 256):
+        for j in range(tid, _WIDE * _DEPTH, 256):
             d, r = j % _DEPTH, j // _DEPTH
             va, vb = float32(0.0), float32(0.0)
             if start + d < depth:
@@ -299,22 +298,19 @@ def products(a, b, out):
             tile_b[d, r] = vb
         cuda.syncthreads()
         for d in range(_DEPTH):
-            a0, a1, b0, b1 = tile_a[d, ty], tile_a[d, ty + 16], tile_b[d, tx], tile_b[d, tx + 16]
-            s00 += a0 * b0
-            s01 += a0 * b1
-            s10 += a1 * b0
-            s11 += a1 * b1
+            b0, b1, b2, b3 = tile_b[d, tx], tile_b[d, tx + 16], tile_b[d, tx + 32], tile_b[d, tx + 48]
+            for i in range(4):
+                value = tile_a[d, ty + 16 * i]
+                total[4 * i] += value * b0
+                total[4 * i + 1] += value * b1
+                total[4 * i + 2] += value * b2
+                total[4 * i + 3] += value * b3
         cuda.syncthreads()
-    if row0 + ty < a.shape[0]:
-        if column0 + tx < b.shape[0]:
-            out[row0 + ty, column0 + tx] = s00
-        if column0 + tx + 16 < b.shape[0]:
-            out[row0 + ty, column0 + tx + 16] = s01
-    if row0 + ty + 16 < a.shape[0]:
-        if column0 + tx < b.shape[0]:
-            out[row0 + ty + 16, column0 + tx] = s10
-        if column0 + tx + 16 < b.shape[0]:
-            out[row0 + ty + 16, column0 + tx + 16] = s11
+    for i in range(4):
+        for q in range(4):
+            row, column = row0 + ty + 16 * i, column0 + tx + 16 * q
+            if row < a.shape[0] and column < b.shape[0]:
+                out[row, column] = total[4 * i + q]
 
 
 @_jit
@@ -435,7 +431,24 @@ def band_power(
 
 @_device
 def _accumulate(
-    reference, c, n, cubes, cube_base, cube_index, k, weights, weight_base, weight_index, shell, table, table_scale, inv_sigma2, curvature, pose, acc, tid
+    reference,
+    c,
+    n,
+    cubes,
+    cube_base,
+    cube_index,
+    k,
+    weights,
+    weight_base,
+    weight_index,
+    shell,
+    table,
+    table_scale,
+    inv_sigma2,
+    curvature,
+    pose,
+    acc,
+    tid,
 ):
     """One thread's share of the normal equations (`interpolation.normal_equations`) at a pose of twelve float32."""
     for j in range(N_SUMS):
@@ -631,10 +644,35 @@ def _exp(v0, v1, v2, out):
 
 @cuda.jit(cache=True)
 def refine(
-    reference, c, n, cubes, cube_size, slots, cube_index, k, weights, weight_size, weight_of, weight_index, shell, tables, signed, table_scale, inv_sigma2,
+    reference,
+    c,
+    n,
+    cubes,
+    cube_size,
+    slots,
+    cube_index,
+    k,
+    weights,
+    weight_size,
+    weight_of,
+    weight_index,
+    shell,
+    tables,
+    signed,
+    table_scale,
+    inv_sigma2,
     curvature,
-    rotations, shifts, anchors, max_shift, max_steps, max_angle, stop_angle, stop_shift, sums_out, steps_out,
-):  # fmt: skip
+    rotations,
+    shifts,
+    anchors,
+    max_shift,
+    max_steps,
+    max_angle,
+    stop_angle,
+    stop_shift,
+    sums_out,
+    steps_out,
+):
     """Gauss-Newton of one candidate a block, all steps in one launch; stops on step size, never on the change of cost.
 
     Parameters
@@ -684,9 +722,25 @@ def refine(
             pose[9 + tid] = float32(turns)
         cuda.syncthreads()
         _accumulate(
-            reference, c, n, cubes, slots[w] * cube_size, cube_index, k, weights, kind * weight_size, weight_index, shell, tables[signed[kind]],
-            table_scale[kind], inv_sigma2, curvature, pose, acc, tid,
-        )  # fmt: skip
+            reference,
+            c,
+            n,
+            cubes,
+            slots[w] * cube_size,
+            cube_index,
+            k,
+            weights,
+            kind * weight_size,
+            weight_index,
+            shell,
+            tables[signed[kind]],
+            table_scale[kind],
+            inv_sigma2,
+            curvature,
+            pose,
+            acc,
+            tid,
+        )
         for j in range(N_SUMS):
             partial[j * _ROW + tid] = acc[j]
         cuda.syncthreads()
@@ -767,10 +821,30 @@ def refine(
 
 @_jit
 def residual_power(
-    reference, c, n, reach2, cubes, cube_size, slots, cube_index, k, weights, weight_size, weight_of, weight_index, shell_start, signed, relative_scale, edges,
+    reference,
+    c,
+    n,
+    reach2,
+    cubes,
+    cube_size,
+    slots,
+    cube_index,
+    k,
+    weights,
+    weight_size,
+    weight_of,
+    weight_index,
+    shell_start,
+    signed,
+    relative_scale,
+    edges,
     curvature,
-    rotations, shifts, power, count, weight_sum,
-):  # fmt: skip
+    rotations,
+    shifts,
+    power,
+    count,
+    weight_sum,
+):
     """Residual power of one particle and shell a block, by bins of weight; samples sorted by shell.
 
     Parameters
@@ -836,8 +910,24 @@ def residual_power(
 
 @_jit
 def insert(
-    sums, c, n, cubes, cube_size, slots, cube_index, k, weights, weight_size, weight_of, weight_index, tables, signed, table_scale, rotations, shifts,
-):  # fmt: skip
+    sums,
+    c,
+    n,
+    cubes,
+    cube_size,
+    slots,
+    cube_index,
+    k,
+    weights,
+    weight_size,
+    weight_of,
+    weight_index,
+    tables,
+    signed,
+    table_scale,
+    rotations,
+    shifts,
+):
     """Adds particles to an average; a thread a sample. Sums are integers, so that their order does not matter.
 
     Parameters

@@ -20,12 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numba.core import config
 from numpy.typing import NDArray
 
 TILE_ROTATIONS = 16
 """Rotations of a block: templates are stored in blocks of this many."""
 
-_SHARED_BYTES = 48 << 10
+TILE_PARTICLES = 16
+"""Particles of a block, at most."""
+
+_SHARED_BYTES = 115_000
+"""Shared memory of a block: two blocks of 128 threads fit a multiprocessor of 228 KiB."""
+
+_REGISTER_SUMS = 140
+"""Sums over y that a thread keeps in registers, at most."""
+
+_COEFFICIENT_BYTES = 2_600
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +99,30 @@ class ShiftGroup:
         """Floats of shared memory for each thread."""
         return sum(1 + 2 * self.reach(r, y) for r, y in self.columns())
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block: one or two warps, so that a block's sums fit 48 KiB of shared memory."""
-        return 64 if self.n_sums * 64 * 4 <= _SHARED_BYTES else 32
+    def grid(self, n_rotations: int, n_particles: int, threads: int) -> tuple[int, int]:
+        """Blocks: sixteen rotations and ``threads / 16`` particles. Neighbouring blocks share rotations."""
+        return -(-n_particles // (threads // TILE_ROTATIONS)), -(-n_rotations // TILE_ROTATIONS)
 
-    def grid(self, n_rotations: int, n_particles: int) -> tuple[int, int]:
-        """Blocks: four particles, and eight rotations a warp. Neighbouring blocks share rotations."""
-        return -(-n_particles // 4), -(-n_rotations // (self.threads // 4))
+    @property
+    def blocks(self) -> int:
+        """Blocks of 128 threads that a multiprocessor should hold at once; the compiler rations registers by it."""
+        return 3 if self.n_sums * 128 * 4 < 75_000 and len(self.z_rows) * 2 * (2 * self.steps + 1) < 110 else 2
+
+    def shared_bytes(self, threads: int, top: int) -> int:
+        """Dynamic shared memory of a block: coefficients up to `top`, then the sums over x."""
+        return 4 * (coefficient_stride(self.steps) * (top + 1) + self.n_sums * threads)
+
+    def threads(self, top: int) -> int:
+        """Threads of a block."""
+        for threads in (128, 64, 32):
+            if self.shared_bytes(threads, top) <= _SHARED_BYTES:
+                return threads
+        return 32
+
+
+def coefficient_stride(steps: int) -> int:
+    """Floats of a row of the coefficient table: cos and sin for every step, padded to whole loads of four."""
+    return max(4, -(-2 * steps // 4) * 4)
 
 
 def signed(row: int) -> int:
@@ -104,17 +130,23 @@ def signed(row: int) -> int:
     return (row + 1) // 2 if row % 2 else -(row // 2)
 
 
-def shift_groups(steps: int, radius2: float, largest: int | None = None) -> tuple[ShiftGroup, ...]:
-    """Groups for a ball of squared radius `radius2` (in steps): few enough sums for the registers and the shared memory of a thread."""
-    if largest is None:
-        largest = 3 if steps <= 3 else 2
-        while largest > 1 and ShiftGroup(steps, radius2, 1, min(largest, steps), True).n_sums * 32 * 4 > _SHARED_BYTES:
-            largest -= 1
-    groups = [ShiftGroup(steps, radius2, 1, min(largest, steps), True)]
-    while groups[-1].first + groups[-1].count <= steps:
-        first = groups[-1].first + groups[-1].count
-        groups.append(ShiftGroup(steps, radius2, first, min(largest, steps - first + 1), False))
+def shift_groups(steps: int, radius2: float) -> tuple[ShiftGroup, ...]:
+    """Groups for a ball of squared radius `radius2` (in steps): as few as the registers and the shared memory of a thread allow."""
+    groups: list[ShiftGroup] = []
+    first = 1
+    while first <= steps or not groups:
+        count = 0 if not groups else 1
+        while first + count <= steps and _fits(ShiftGroup(steps, radius2, first, count + 1, not groups)):
+            count += 1
+        groups.append(ShiftGroup(steps, radius2, first, count, not groups))
+        first += count
     return tuple(groups)
+
+
+def _fits(group: ShiftGroup) -> bool:
+    """Whether blocks of 128 threads hold the group's sums."""
+    in_registers = len(group.z_rows) * 2 * (2 * group.steps + 1)
+    return in_registers <= _REGISTER_SUMS and group.n_sums * 128 * 4 <= _SHARED_BYTES - _COEFFICIENT_BYTES
 
 
 class _Text:
@@ -131,12 +163,13 @@ class _Text:
 def kernel_source(group: ShiftGroup) -> str:
     """Python text of a group's kernel, with a name for every sum.
 
-    The function is ``search(templates, columns, line_start, line_length, plane_start, coefficients, n_pairs, n_rotations, n_particles,
-    entries, weighted, multiplier, bias, best, best_shift)``: arguments as in `lines.search_block`; `templates` in blocks of sixteen
-    rotations ``[block][pair][rotation][4]``; `columns` ``[particle][pair][4]``; `entries` as `ShiftGroup.entries`; `multiplier` and
-    `bias` (particles, cube rows) are read only if `weighted`.
+    The function is ``search(templates, columns, line_start, line_length, plane_start, coefficients, top, n_pairs, n_rotations,
+    n_particles, entries, weighted, multiplier, bias, best, best_shift)``: arguments as in `lines.search_block`; `templates` in blocks of
+    sixteen rotations ``[block][pair][rotation][4]``; `columns` ``[particle][pair][4]``, both with one pair to spare at the end;
+    `coefficients` as `coefficient_table`, up to z = `top`; `entries` as `ShiftGroup.entries`; `multiplier` and `bias` (particles, cube
+    rows) are read only if `weighted`.
     """
-    steps, rows = group.steps, group.z_rows
+    steps, rows, stride = group.steps, group.z_rows, coefficient_stride(group.steps)
     z_steps = range(group.count)
     text = _Text()
     for line in (
@@ -145,64 +178,79 @@ def kernel_source(group: ShiftGroup) -> str:
         "from numba_glocal.backends.cuda.vector import load4",
         "",
         "",
-        "@cuda.jit(fastmath=True, cache=True)",
-        "def search(templates, columns, line_start, line_length, plane_start, coefficients, n_pairs, n_rotations, n_particles,",
+        f"@cuda.jit(fastmath=True, cache=True, launch_bounds=(128, {group.blocks}))",
+        "def search(templates, columns, line_start, line_length, plane_start, coefficients, top, n_pairs, n_rotations, n_particles,",
         "           entries, weighted, multiplier, bias, best, best_shift):",
     ):
         text(line)
     text.depth = 1
-    threads = group.threads
-    text(f"shared = cuda.shared.array({group.n_sums * threads}, float32)")
-    text("tid = cuda.threadIdx.x")
+    text("shared = cuda.shared.array(0, float32)")
+    text("tid, threads = cuda.threadIdx.x, cuda.blockDim.x")
     text("lane, warp = tid % 32, tid // 32")
     text("# eight neighbouring rotations and four particles make a warp: what both load is shared within it")
-    text(f"rotation = cuda.blockIdx.y * {threads // 4} + lane % 8 + 8 * warp")
-    text("particle = cuda.blockIdx.x * 4 + lane // 8")
+    text("in_tile = lane % 8 + 8 * (warp % 2)")
+    text(f"rotation = cuda.blockIdx.y * {TILE_ROTATIONS} + in_tile")
+    text(f"particle = cuda.blockIdx.x * (threads // {TILE_ROTATIONS}) + lane // 8 + 4 * (warp // 2)")
     text("source = min(particle, n_particles - 1)")
-    text(f"t_base = (rotation // {TILE_ROTATIONS} * n_pairs * {TILE_ROTATIONS} + rotation % {TILE_ROTATIONS}) * 4")
+    text(f"t_base = (cuda.blockIdx.y * n_pairs * {TILE_ROTATIONS} + in_tile) * 4")
     text("y_base = source * n_pairs * 4")
+    text(f"held = (top + 1) * {stride}")
+    text("for e in range(tid, held, threads):")
+    text("shared[e] = coefficients[e]", 1)
+    text("own = held + tid")
     text(f"for e in range({group.n_sums}):")
-    text(f"shared[e * {threads} + tid] = float32(0.0)", 1)
+    text("shared[own + e * threads] = float32(0.0)", 1)
+    text("cuda.syncthreads()")
     text("for x in range(plane_start.shape[0] - 1):")
     text.depth = 2
 
-    def sums_of_line(number: str, to: str) -> None:
-        """Sums along the line `number`, left in names that begin with `to`."""
-        text(f"at, pairs = line_start[{number}], line_length[{number}]")
-        zero = [f"{to}0r", f"{to}0i"] if group.has_zero else []
-        names = zero + [f"{kind}{g}{part}" for g in z_steps for kind in "cs" for part in "ri"]
-        for name in names:
-            text(f"{name} = float32(0.0)")
-        text("t, y, k = t_base + at * 64, y_base + at * 4, 0")
+    def sums_of_lines(pairs_of: tuple[tuple[str, str], ...]) -> None:
+        """Sums along lines of one length side by side, left in names that begin with the second word of each pair."""
+        text(f"pairs = line_length[{pairs_of[0][0]}]")
+        for number, to in pairs_of:
+            text(f"at = line_start[{number}]")
+            text(f"t{to}, y{to} = t_base + at * {TILE_ROTATIONS * 4}, y_base + at * 4")
+            zero = [f"{to}0r", f"{to}0i"] if group.has_zero else []
+            for name in zero + [f"{to}{kind}{g}{part}" for g in z_steps for kind in "cs" for part in "ri"]:
+                text(f"{name} = float32(0.0)")
+            text(f"fr{to}, fi{to}, gr{to}, gi{to} = load4(templates, t{to})")
+            text(f"yr{to}, yi{to}, wr{to}, wi{to} = load4(columns, y{to})")
+        text("k = 0")
         text("for j in range(pairs):")
         text.depth += 1
-        text("fr, fi, gr, gi = load4(templates, t)")
-        text("yr, yi, wr, wi = load4(columns, y)")
-        text("pr, pi = fr * yr + fi * yi, fr * yi - fi * yr")
-        text("qr, qi = gr * wr + gi * wi, gr * wi - gi * wr")
-        text("er, ei, dr, di = pr + qr, pi + qi, pr - qr, pi - qi")
-        if group.has_zero:
-            text(f"{to}0r += er")
-            text(f"{to}0i += ei")
+        for _, to in pairs_of:
+            text(f"pr, pi = fr{to} * yr{to} + fi{to} * yi{to}, fr{to} * yi{to} - fi{to} * yr{to}")
+            text(f"qr, qi = gr{to} * wr{to} + gi{to} * wi{to}, gr{to} * wi{to} - gi{to} * wr{to}")
+            text(f"er{to}, ei{to}, dr{to}, di{to} = pr + qr, pi + qi, pr - qr, pi - qi")
+            # the next pair is on its way while this one is summed; the last load is not used
+            text(f"t{to} += {TILE_ROTATIONS * 4}")
+            text(f"y{to} += 4")
+            text(f"fr{to}, fi{to}, gr{to}, gi{to} = load4(templates, t{to})")
+            text(f"yr{to}, yi{to}, wr{to}, wi{to} = load4(columns, y{to})")
+            if group.has_zero:
+                text(f"{to}0r += er{to}")
+                text(f"{to}0i += ei{to}")
+        first, last = 2 * (group.first - 1), 2 * (group.first - 1 + group.count)
+        for word in range(first // 4, -(-last // 4)):
+            text(f"u{4 * word}, u{4 * word + 1}, u{4 * word + 2}, u{4 * word + 3} = load4(shared, k + {4 * word})")
         for g in z_steps:
-            k = 2 * (group.first - 1 + g)
-            text(f"cos, sin = coefficients[k + {k}], coefficients[k + {k + 1}]")
-            text(f"c{g}r += cos * er")
-            text(f"c{g}i += cos * ei")
-            text(f"s{g}r += sin * dr")
-            text(f"s{g}i += sin * di")
-        text(f"t += {TILE_ROTATIONS * 4}")
-        text("y += 4")
-        text(f"k += {2 * steps}")
+            k = first + 2 * g
+            for _, to in pairs_of:
+                text(f"{to}c{g}r += u{k} * er{to}")
+                text(f"{to}c{g}i += u{k} * ei{to}")
+                text(f"{to}s{g}r += u{k + 1} * dr{to}")
+                text(f"{to}s{g}i += u{k + 1} * di{to}")
+        text(f"k += {stride}")
         text.depth -= 1
-        first = 1 if group.has_zero else 0
-        for g in z_steps:
-            a, b = first + 2 * g, first + 2 * g + 1
-            text(f"{to}{a}r, {to}{a}i = c{g}r - s{g}i, c{g}i + s{g}r")
-            text(f"{to}{b}r, {to}{b}i = c{g}r + s{g}i, c{g}i - s{g}r")
+        zero_rows = 1 if group.has_zero else 0
+        for _, to in pairs_of:
+            for g in z_steps:
+                a, b = zero_rows + 2 * g, zero_rows + 2 * g + 1
+                text(f"{to}{a}r, {to}{a}i = {to}c{g}r - {to}s{g}i, {to}c{g}i + {to}s{g}r")
+                text(f"{to}{b}r, {to}{b}i = {to}c{g}r + {to}s{g}i, {to}c{g}i - {to}s{g}r")
 
     text("first = plane_start[x]")
-    sums_of_line("first", "a")
+    sums_of_lines((("first", "a"),))
     for r in range(len(rows)):
         for m in range(steps + 1):
             text(f"C{m}_{r}r, C{m}_{r}i = a{r}r, a{r}i")
@@ -211,11 +259,10 @@ def kernel_source(group: ShiftGroup) -> str:
     text("ky = 0")
     text("for number in range(first + 1, plane_start[x + 1], 2):")
     text.depth += 1
-    text(f"ky += {2 * steps}")
-    sums_of_line("number", "a")
-    sums_of_line("number + 1", "b")
+    text(f"ky += {stride}")
+    sums_of_lines((("number", "a"), ("number + 1", "b")))
     for m in range(1, steps + 1):
-        text(f"cos{m}, sin{m} = coefficients[ky + {2 * m - 2}], coefficients[ky + {2 * m - 1}]")
+        text(f"cos{m}, sin{m} = shared[ky + {2 * m - 2}], shared[ky + {2 * m - 1}]")
     for r in range(len(rows)):
         text(f"er, ei, dr, di = a{r}r + b{r}r, a{r}i + b{r}i, a{r}r - b{r}r, a{r}i - b{r}i")
         text(f"C0_{r}r += er")
@@ -227,7 +274,7 @@ def kernel_source(group: ShiftGroup) -> str:
             text(f"S{m}_{r}i += sin{m} * di")
     text.depth -= 1
     for m in range(1, steps + 1):
-        text(f"cos{m}, sin{m} = coefficients[x * {2 * steps} + {2 * m - 2}], coefficients[x * {2 * steps} + {2 * m - 1}]")
+        text(f"cos{m}, sin{m} = shared[x * {stride} + {2 * m - 2}], shared[x * {stride} + {2 * m - 1}]")
     place = 0
     for r, y in group.columns():
         my = (y + 1) // 2
@@ -237,36 +284,36 @@ def kernel_source(group: ShiftGroup) -> str:
             text(f"br, bi = C{my}_{r}r - S{my}_{r}i, C{my}_{r}i + S{my}_{r}r")
         else:
             text(f"br, bi = C{my}_{r}r + S{my}_{r}i, C{my}_{r}i - S{my}_{r}r")
-        text(f"shared[{place * threads} + tid] += br")
+        text(f"shared[own + {place} * threads] += br")
         place += 1
         for m in range(1, group.reach(r, y) + 1):
-            text(f"shared[{place * threads} + tid] += cos{m} * br")
-            text(f"shared[{(place + 1) * threads} + tid] += sin{m} * bi")
+            text(f"shared[own + {place} * threads] += cos{m} * br")
+            text(f"shared[own + {place + 1} * threads] += sin{m} * bi")
             place += 2
     text.depth = 1
     text("if particle < n_particles and rotation < n_rotations:")
     text.depth = 2
     if group.has_zero:
-        text("top, where = float32(-1e38), -1")
+        text("top_value, where = float32(-1e38), -1")
     else:
-        text("top, where = best[particle, rotation], best_shift[particle, rotation]")
+        text("top_value, where = best[particle, rotation], best_shift[particle, rotation]")
     text("for e in range(entries.shape[0]):")
     text.depth = 3
     text("place, up, down = entries[e, 0], entries[e, 2], entries[e, 3]")
-    text(f"value = shared[place * {threads} + tid]")
+    text("value = shared[own + place * threads]")
     text("other = value")
     text("if entries[e, 1]:")
-    text(f"w = shared[(place + 1) * {threads} + tid]", 1)
+    text("w = shared[own + (place + 1) * threads]", 1)
     text("value, other = value - w, value + w", 1)
     text("if weighted:")
     text("value = value * multiplier[particle, up] + bias[particle, up]", 1)
     text("other = other * multiplier[particle, down] + bias[particle, down]", 1)
-    text("if value > top:")
-    text("top, where = value, up", 1)
-    text("if other > top:")
-    text("top, where = other, down", 1)
+    text("if value > top_value:")
+    text("top_value, where = value, up", 1)
+    text("if other > top_value:")
+    text("top_value, where = other, down", 1)
     text.depth = 2
-    text("best[particle, rotation] = top")
+    text("best[particle, rotation] = top_value")
     text("best_shift[particle, rotation] = where")
     return "\n".join(text.lines) + "\n"
 
@@ -292,7 +339,44 @@ def search_kernel(group: ShiftGroup) -> Any:
 
 
 def coefficient_table(steps: int, step_voxels: float, box_size: int, top: int) -> NDArray[np.float32]:
-    """cos and sin of ``2 pi step m z / box`` for z = 0 .. top and m = 1 .. steps, flat."""
+    """cos and sin of ``2 pi step m z / box`` for z = 0 .. top and m = 1 .. steps, flat, rows of `coefficient_stride`."""
     from ..lines import phase_coefficients
 
-    return phase_coefficients(steps, step_voxels, box_size, top).ravel() if steps else np.zeros(2, np.float32)
+    table = np.zeros((top + 1, coefficient_stride(steps)), np.float32)
+    table[:, : 2 * steps] = phase_coefficients(steps, step_voxels, box_size, top).reshape(top + 1, 2 * steps)
+    return table.ravel()
+
+
+def launch(group: ShiftGroup, top: int, n_rotations: int, n_particles: int, arguments: tuple[Any, ...], threads: int | None = None) -> None:
+    """Runs a group's kernel, with more shared memory than a launch may have unasked.
+
+    Parameters
+    ----------
+    arguments : tuple
+        Of the kernel.
+    threads : int, optional
+        Of a block.
+    """
+    kernel = search_kernel(group)
+    threads = threads or group.threads(top)
+    shared = group.shared_bytes(threads, top)
+    if shared > _UNASKED_BYTES and not config.ENABLE_CUDASIM:
+        _allow_shared(kernel, arguments, shared)
+    kernel[group.grid(n_rotations, n_particles, threads), threads, 0, shared](*arguments)
+
+
+_UNASKED_BYTES = 48 << 10
+_allowed: dict[Any, int] = {}
+
+
+def _allow_shared(kernel: Any, arguments: tuple[Any, ...], shared_bytes: int) -> None:
+    """Raises a kernel's limit of dynamic shared memory; Numba has no option for it."""
+    if _allowed.get(id(kernel), 0) >= shared_bytes:
+        return
+    from numba.cuda.cudadrv.driver import binding, driver
+
+    compiled = kernel.compile(tuple(kernel.typeof_pyval(argument) for argument in arguments))
+    function = compiled._codelibrary.get_cufunc()
+    attribute = binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    driver.cuKernelSetAttribute(attribute, shared_bytes, function.handle, function.device.id)
+    _allowed[id(kernel)] = shared_bytes
