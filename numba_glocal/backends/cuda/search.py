@@ -175,10 +175,10 @@ def kernel_source(group: ShiftGroup) -> str:
     for line in (
         "from numba import cuda, float32",
         "",
-        "from numba_glocal.backends.cuda.vector import load4",
+        "from numba_glocal.backends.cuda.vector import jit_for_blocks, load4",
         "",
         "",
-        f"@cuda.jit(fastmath=True, cache=True, launch_bounds=(128, {group.blocks}))",
+        f"@jit_for_blocks(128, {group.blocks})",
         "def search(templates, columns, line_start, line_length, plane_start, coefficients, top, n_pairs, n_rotations, n_particles,",
         "           entries, weighted, multiplier, bias, best, best_shift):",
     ):

@@ -21,6 +21,10 @@ if config.ENABLE_CUDASIM:
         """Elements ``index, index + 1`` of a flat float32 array; `index` must be even."""
         return array[index], array[index + 1]
 
+    def jit_for_blocks(threads: int, blocks: int) -> Any:
+        """Decorator of a kernel of which a multiprocessor should hold so many blocks at once: the compiler rations registers by it."""
+        return cuda.jit(fastmath=True)
+
 else:
     from llvmlite import ir
     from numba.cuda import types
@@ -45,4 +49,8 @@ else:
 
     load4, load2 = _make_load(4), _make_load(2)
 
-__all__ = ["cuda", "load2", "load4"]
+    def jit_for_blocks(threads: int, blocks: int) -> Any:
+        """Decorator of a kernel of which a multiprocessor should hold so many blocks at once: the compiler rations registers by it."""
+        return cuda.jit(fastmath=True, cache=True, launch_bounds=(threads, blocks))
+
+__all__ = ["cuda", "jit_for_blocks", "load2", "load4"]
