@@ -89,6 +89,9 @@ class FakeSession:
         self.residuals_at = shifts_angst.copy()
         return ResidualPower.empty(5)
 
+    def unload(self):
+        self.unloaded = True
+
 
 def test_a_chunk_is_searched_refined_and_measured_where_it_ended():
     session, starts = FakeSession(fail=[1]), np.arange(9.0).reshape(3, 3)
@@ -101,6 +104,7 @@ def test_a_chunk_is_searched_refined_and_measured_where_it_ended():
     expected[1] = starts[1]  # who is unusable keeps the pose of the list
     assert np.array_equal(result.shifts_angst, expected) and np.array_equal(result.rotations, turns)
     assert np.array_equal(session.residuals_at, expected)
+    assert session.unloaded
     assert result.bad == [(1, "it is constant")] and result.estimates is not None
 
 

@@ -45,8 +45,9 @@ def tiny(tiny_source, tmp_path):
 def invoke(monkeypatch):
     """Runs `numba-glocal ...` here, without worker processes."""
     monkeypatch.setattr(
-        running, "make_executor", lambda n, initializer, initargs, **_: SerialExecutor(initializer=initializer, initargs=initargs)
+        running, "make_executor", lambda *_, initializer, initargs, **__: SerialExecutor(initializer=initializer, initargs=initargs)
     )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # these tests are about the CPU, wherever they run
     log = logging.getLogger("numba_glocal")
     console.set_verbosity(console.Verbosity.NORMAL)
     yield lambda *arguments: CliRunner().invoke(main, [str(argument) for argument in arguments])

@@ -24,7 +24,8 @@ START = (sys.executable, "-c", "from numba_glocal.cli import main; main()")
 
 
 def environment():
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+    """One thread, and no GPU: these tests are about the CPU, wherever they run."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(scope="session")
