@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -312,6 +313,10 @@ class CUDABackend:
         if found is not None and found[0] == key:
             return found[1]
         self._pools.pop(kind, None)
+        found = None
+        if not config.ENABLE_CUDASIM:  # the old pool's memory must be back before the new one asks for it
+            gc.collect()
+            cuda.current_context().deallocations.clear()
         share = _POOL_SHARE * (0.85 if kind == "search" else 0.15)
         made = _Pool(n, reach, cube_reach, unmasked, int(self.memory_bytes * share))
         self._pools[kind] = (key, made)
@@ -405,6 +410,7 @@ class CUDASearchSession:
         self._usable: NDArray[np.bool_] = np.zeros(0, bool)
         self._host: CPUSearchSession | None = None
         self._batch: ParticleBatch | None = None
+        self._pool: _Pool | None = None
 
     # -- particles ---------------------------------------------------------------------------------------------------
 
@@ -457,6 +463,10 @@ class CUDASearchSession:
     def _weights(self) -> tuple[Any, int, Any, Any, Any]:
         weights = self.backend.weights(self._n)
         return (weights.device(), weights.size, *weights.facts())
+
+    def _loaded_pool(self) -> _Pool:
+        assert self._pool is not None, "no particles are loaded"
+        return self._pool
 
     # -- search ------------------------------------------------------------------------------------------------------
 
@@ -565,7 +575,7 @@ class CUDASearchSession:
         device_weights, weight_size, signed, table_scale, _ = self._weights()
         device_starts = cuda.to_device(start_rotations.reshape(-1, 9).astype(np.float32))
         in_reference = np.einsum("wji,wj->wi", start_rotations, start_voxels) / n
-        pool = self._pool
+        pool = self._loaded_pool()
         assert pool.pad is not None
         kernels.turn[(-(-2 * band.n_pairs // 128), items), 128](
             pool.spectra[1 if self._unmasked else 0],
@@ -679,8 +689,8 @@ class CUDASearchSession:
         out = cuda.device_array(count, np.float64)
         device_weights, weight_size, signed, table_scale, _ = self._weights()
         kernels.band_power[count, kernels.REDUCE_THREADS](
-            self._pool.cubes[0],
-            self._pool.cube.size,
+            self._loaded_pool().cubes[0],
+            self._loaded_pool().cube.size,
             cuda.to_device(self._slots),
             samples.cube_index,
             device_weights,
@@ -722,7 +732,7 @@ class CUDASearchSession:
             self._offset,
             n,
             cubes,
-            self._pool.cube.size,
+            self._loaded_pool().cube.size,
             cuda.to_device(self._slots[p_of]),
             samples.cube_index,
             samples.k,
@@ -774,7 +784,7 @@ class CUDASearchSession:
         if not len(p_of):
             return out
         rotations, shifts, sums, taken = self._run_refine(
-            p_of, candidates.rotations[p_of, s_of], candidates.shifts_angst[p_of, s_of], anchor_angst, _MAX_STEPS, self._pool.cubes[0]
+            p_of, candidates.rotations[p_of, s_of], candidates.shifts_angst[p_of, s_of], anchor_angst, _MAX_STEPS, self._loaded_pool().cubes[0]
         )
         likelihood = 2.0 * sums[:, 27] - sums[:, 28]
         order = np.lexsort((s_of, -likelihood, p_of))
@@ -792,7 +802,7 @@ class CUDASearchSession:
         elif self.setup.score == "ncc":
             out.scores[p] = sums[winners, 27] / np.sqrt(den * self._powers(min(self.setup.k_max, float(self._reach)))[p])
         else:
-            _, _, unmasked, _ = self._run_refine(p, rotations[winners], shifts[winners], anchor_angst, 0, self._pool.cubes[1])
+            _, _, unmasked, _ = self._run_refine(p, rotations[winners], shifts[winners], anchor_angst, 0, self._loaded_pool().cubes[1])
             k_max = min(self.setup.k_max, float(self._reach))
             sigma = np.array([float(self._on_host()._sigma_at(int(i), k_max, shifts[w][None])[0]) for i, w in zip(p, winners, strict=True)])
             out.scores[p] = unmasked[:, 27] / (np.sqrt(den) * sigma) * self._flcf_factor()
@@ -856,8 +866,8 @@ class CUDASearchSession:
             self._offset,
             n,
             reach2,
-            self._pool.cubes[0],
-            self._pool.cube.size,
+            self._loaded_pool().cubes[0],
+            self._loaded_pool().cube.size,
             cuda.to_device(self._slots[p]),
             samples.cube_index,
             samples.k,
@@ -881,7 +891,7 @@ class CUDASearchSession:
     def unload(self) -> None:
         """Lets go of the loaded particles; the pool keeps what fits."""
         self._slots, self._kinds, self._usable = np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, bool)
-        self._batch, self._host = None, None
+        self._batch, self._host, self._pool = None, None, None
 
     def close(self) -> None:
         """Drops templates and reference; the pool stays with the backend."""

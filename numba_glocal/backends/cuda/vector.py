@@ -53,4 +53,5 @@ else:
         """Decorator of a kernel of which a multiprocessor should hold so many blocks at once: the compiler rations registers by it."""
         return cuda.jit(fastmath=True, cache=True, launch_bounds=(threads, blocks))
 
+
 __all__ = ["cuda", "jit_for_blocks", "load2", "load4"]
