@@ -15,9 +15,9 @@ import pytest
 from numba_glocal.execution.executors import make_executor
 from numba_glocal.execution.tasks import start_worker
 from numba_glocal.job import prepare_job
-from numba_glocal.refinement import Refinement
+from numba_glocal.refinement import Refinement, average_run
 from numba_glocal.results import RunFolder
-from numba_glocal.settings import AlignSettings
+from numba_glocal.settings import AlignSettings, AverageSettings
 from numba_glocal.simulation import SimulationSettings, simulate
 
 START = (sys.executable, "-c", "from numba_glocal.cli import main; main()")
@@ -112,16 +112,31 @@ class Silent:
 def align_here():
     """Aligns without the command line: the whole loop, within this process or with a pool of workers."""
 
-    def align_here(particles, output, workers=0, **settings):
+    def align_here(particles, output, workers=0, resume=False, **settings):
         settings = AlignSettings(str(particles), str(output), **settings)
-        job, folder = prepare_job(settings), RunFolder(Path(output))
-        folder.create(settings, [])
+        job, folder = prepare_job(settings, resume), RunFolder(Path(output))
+        if not resume:
+            folder.create(settings, [])
         with make_executor(workers, initializer=start_worker) as executor:
             loop = Refinement(job, executor, folder, Silent)
-            loop.finish(loop.run())
+            loop.finish(loop.run(resume))
         return job
 
     return align_here
+
+
+@pytest.fixture(scope="session")
+def average_here():
+    """Averages within this process."""
+
+    def average_here(particles, output, **settings):
+        settings = AverageSettings(str(particles), str(output), **settings)
+        job, folder = prepare_job(settings), RunFolder(Path(output))
+        folder.create(settings, [])
+        with make_executor(0, initializer=start_worker) as executor:
+            average_run(job, executor, folder, Silent)
+
+    return average_here
 
 
 def read_map(path):

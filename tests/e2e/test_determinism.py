@@ -13,6 +13,7 @@ from pathlib import Path
 import gemmi
 import pytest
 
+from numba_glocal.errors import SettingsError
 from numba_glocal.results import RunFolder
 
 RESULTS = ("half1.mrc", "half2.mrc", "average.mrc", "average_filtered.mrc", "particles.star", "fsc.star", "mask.mrc")
@@ -112,14 +113,13 @@ def test_few_particles_and_many_workers(small, align_here, tmp_path, particles, 
     assert len(scores) == particles and all(score > 0 for score in scores)
 
 
-def test_resume_after_an_iteration(small, whole, command, tmp_path):
+def test_resume_after_an_iteration(small, whole, align_here, tmp_path):
     run = tmp_path / "run"
-    command("align", small.start, "-o", run, *options(small, 1))
-    command("align", "-o", run, "--resume", "--iterations", 2)
+    align_here(small.start, run, **settings(small, 1))
+    align_here(small.start, run, resume=True, **settings(small, 2))
     assert same(whole, run)
-    assert len(json.loads((run / "summary.json").read_text())["iterations"]) == 2
-    refused = command("align", "-o", run, "--resume", code=2)
-    assert "2 finished iterations" in refused.stderr and "--iterations" in refused.stderr
+    with pytest.raises(SettingsError, match="2 finished iterations.*--iterations"):
+        align_here(small.start, run, resume=True, **settings(small, 1))
 
 
 def test_ctrl_c_and_resume(small, whole, command, start_command, tmp_path):
@@ -171,13 +171,13 @@ def test_killed_worker_is_replaced(small, whole, start_command, tmp_path):
     assert same(whole, run)
 
 
-def test_run_stopped_between_its_last_iteration_and_its_end(small, whole, command, tmp_path):
+def test_run_stopped_between_its_last_iteration_and_its_end(small, whole, align_here, tmp_path):
     """Every iteration is there, the results at the top are not: --resume writes them."""
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     for name in (*RESULTS, "summary.json", "report.html"):
         (run / name).unlink()
-    command("align", "-o", run, "--resume")
+    align_here(small.start, run, resume=True, **settings(small))
     assert same(whole, run)
 
 

@@ -39,9 +39,9 @@ def test_average_is_the_object(planted, planted_run, tools):
 
 
 @pytest.mark.parametrize("score", ["ncc", "flcf"])
-def test_other_scores_find_the_poses_too(planted, command, pose_errors, tmp_path, score):
-    arguments = ["--particle-diameter", 360, "--iterations", 1, "--subset", 8, "--score", score]
-    command("align", planted / "start.star", "-o", tmp_path / "run", "--reference", planted / "truth.mrc", *arguments)
+def test_other_scores_find_the_poses_too(planted, align_here, pose_errors, tmp_path, score):
+    settings = {"particle_diameter_angst": 360.0, "iterations": 1, "subset": 8, "score": score, "reference": str(planted / "truth.mrc")}
+    align_here(planted / "start.star", tmp_path / "run", **settings)
     angles_deg, distances_angst = pose_errors(planted / "truth.star", tmp_path / "run" / "particles.star")
     assert len(angles_deg) == 16
     assert np.median(angles_deg) < 0.6 and np.median(distances_angst) < 0.7  # seen: 0.39 degrees, 0.43 A

@@ -51,7 +51,7 @@ def test_align_from_poses_ten_degrees_off(real, average, likeness, command, tmp_
     assert round(32 * 12 / resolution_angst(run)) <= finest  # more would be the noise agreeing with itself
 
 
-def test_premultiplied_copy_agrees(real, average, likeness, command, tmp_path):
+def test_premultiplied_copy_agrees(real, likeness, average_here, tmp_path):
     """The same particles as CTF-multiplied data with CTF^2 volumes; read the other way (CTF in the file) they give 0.80."""
-    command("average", real / "premultiplied" / "particles.star", "-o", tmp_path / "run")
+    average_here(real / "premultiplied" / "particles.star", tmp_path / "run")
     assert likeness(tmp_path / "run" / "average.mrc") >= 0.845

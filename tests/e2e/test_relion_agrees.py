@@ -37,17 +37,17 @@ def real_for_relion(shared, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("normalise", ["--normalise", "--no-normalise"])
-def test_reconstruction_of_made_particles(planted, relion, command, tools, tmp_path, normalise):
+@pytest.mark.parametrize("normalise", [True, False])
+def test_reconstruction_of_made_particles(planted, relion, average_here, tools, tmp_path, normalise):
     options = ["--i", "truth.star", "--o", tmp_path / "relion.mrc", "--3d_rot", "--ctf", "--skip_gridding"]
     relion_run("relion_reconstruct", *options, cwd=planted)
-    command("average", planted / "truth.star", "-o", tmp_path / "run", "--weighting", "ctf", "--particle-diameter", 360, normalise)
+    average_here(planted / "truth.star", tmp_path / "run", weighting="ctf", particle_diameter_angst=360.0, normalise=normalise)
     assert agreement(tools, tmp_path / "run" / "average.mrc", tmp_path / "relion.mrc", 19).min() >= 0.99  # seen: 0.994
 
 
-def test_reconstruction_of_each_half(planted, relion, command, tools, tmp_path):
+def test_reconstruction_of_each_half(planted, relion, average_here, tools, tmp_path):
     """Halves are the halves of the list; a mixed-up one would agree only where the signal is strong."""
-    command("average", planted / "truth.star", "-o", tmp_path / "run", "--weighting", "ctf", "--particle-diameter", 360)
+    average_here(planted / "truth.star", tmp_path / "run", weighting="ctf", particle_diameter_angst=360.0)
     values = {}
     for ours in (1, 2):
         for theirs in (1, 2):
