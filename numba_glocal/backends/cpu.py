@@ -187,6 +187,17 @@ class CPUSearchSession:
             grid_unmasked=centred_rfftn(volume - np.float32(level)).astype(np.complex64) if unmasked else None,
         )
 
+    def _packed(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        """A weight as `interpolation.turn` reads it. Many particles of a tilt series share one; it is packed once."""
+        key = ("packed", id(weight))
+        found = self._cache.get(key)
+        if found is None or found[0] is not weight:  # an id may come back for another array
+            packed = np.empty(self._n * self._n * (self._n // 2) * 4, np.float32)
+            kernels.pack_weight(weight, packed)
+            found = weight, packed
+            self._cache.put(key, found, packed.nbytes)
+        return found[1]
+
     def _table_scale(self, particle: _Particle) -> np.float32:
         return np.float32((TABLE_SIZE - 1) / max(particle.weight_max, 1e-30))
 
@@ -261,7 +272,8 @@ class CPUSearchSession:
                 spectrum,
                 2 * particle.offset + 1,
                 particle.offset,
-                particle.weight,
+                self._packed(particle.weight),
+                n,
                 self._inverse_tables[particle.signed],
                 self._table_scale(particle),
                 self._inverse_sigma2,

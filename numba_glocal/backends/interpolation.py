@@ -126,28 +126,52 @@ def gather(spectrum, n, c, points, matrix, scale, out, curvature=None):
         out[i] = complex(re, sign * im)
 
 
+@_njit
+def pack_weight(weight, packed):
+    """A weight with the neighbours that a trilinear value needs side by side: two loads of four instead of eight of one.
+
+    Parameters
+    ----------
+    weight : (n, n, n // 2 + 1) float32
+        C on the grid half-spectrum.
+    packed : (n * n * (n // 2) * 4,) float32, set by this function
+        ``[z, y, x, 4]``, z and y from -(n // 2) on; the four are C at (y, x), (y, x + 1), (y + 1, x), (y + 1, x + 1). Rows past the grid's
+        end repeat its first; no value that is used comes from them.
+    """
+    n = weight.shape[0]
+    half = n // 2
+    for z in range(n):
+        from_z = (z - half) % n
+        for y in range(n):
+            y0, y1 = (y - half) % n, (y + 1 - half) % n
+            at = (z * n + y) * half * 4
+            for x in range(half):
+                packed[at + 4 * x] = weight[from_z, y0, x]
+                packed[at + 4 * x + 1] = weight[from_z, y0, x + 1]
+                packed[at + 4 * x + 2] = weight[from_z, y1, x]
+                packed[at + 4 * x + 3] = weight[from_z, y1, x + 1]
+
+
 @_inline
-def _weight_at(weight, n, qx, qy, qz):
-    """Trilinear value of a real, centrally symmetric weight on its grid half-spectrum; 0 outside the grid's inner cube."""
+def _weight_at(packed, n, qx, qy, qz):
+    """Trilinear value of a packed, real, even weight; 0 outside the grid's inner cube."""
     if qx < 0:
         qx, qy, qz = -qx, -qy, -qz
-    fy, fz = math.floor(qy), math.floor(qz)
-    ix, iy, iz = int(qx), int(fy), int(fz)
     half = n // 2
-    if ix + 1 > half or iy < -half or iy + 1 >= n - half or iz < -half or iz + 1 >= n - half:
+    qy += np.float32(half)
+    qz += np.float32(half)
+    if qy < 0 or qz < 0:
         return np.float32(0.0)
-    dx, dy, dz = qx - np.float32(ix), qy - np.float32(fy), qz - np.float32(fz)
-    y0 = iy if iy >= 0 else iy + n
-    y1 = iy + 1 if iy + 1 >= 0 else iy + 1 + n
-    z0 = iz if iz >= 0 else iz + n
-    z1 = iz + 1 if iz + 1 >= 0 else iz + 1 + n
-    a00 = weight[z0, y0, ix] + (weight[z0, y0, ix + 1] - weight[z0, y0, ix]) * dx
-    a01 = weight[z0, y1, ix] + (weight[z0, y1, ix + 1] - weight[z0, y1, ix]) * dx
-    a10 = weight[z1, y0, ix] + (weight[z1, y0, ix + 1] - weight[z1, y0, ix]) * dx
-    a11 = weight[z1, y1, ix] + (weight[z1, y1, ix + 1] - weight[z1, y1, ix]) * dx
-    b0 = a00 + (a01 - a00) * dy
-    b1 = a10 + (a11 - a10) * dy
-    return b0 + (b1 - b0) * dz
+    ix, iy, iz = int(qx), int(qy), int(qz)
+    if ix + 1 > half or iy + 1 >= n or iz + 1 >= n:
+        return np.float32(0.0)
+    dx, dy, dz = qx - np.float32(ix), qy - np.float32(iy), broadcast4(qz - np.float32(iz))
+    at = ((iz * n + iy) * half + ix) * 4
+    low = load4(packed, at)
+    plane = muladd(sub(load4(packed, at + n * half * 4), low), dz, low)
+    near = lane0(plane) + (lane1(plane) - lane0(plane)) * dx
+    far = lane2(plane) + (lane3(plane) - lane2(plane)) * dx
+    return near + (far - near) * dy
 
 
 @_njit
@@ -168,14 +192,17 @@ def phase_tables(shift, top, tables):
 
 
 @_njit
-def turn(spectrum, n, c, weight, table, table_scale, inv_sigma2, radius, points, lattice, point_weight, matrix, tables, scale, column, den_weight):
+def turn(
+    spectrum, n, c, packed, box, table, table_scale, inv_sigma2, radius, points, lattice, point_weight, matrix, tables, scale, column, den_weight
+):
     """One particle in the reference's frame: the column ``Y = w C X`` and the weights ``D = w C^2`` (docs/scoring.md, 3).
 
     Parameters
     ----------
     spectrum, n, c : the particle's flat padded spectrum, as in `gather`.
-    weight : (box, box, box // 2 + 1) float32
-        C on the grid half-spectrum.
+    packed : float32
+        C as `pack_weight` leaves it.
+    box : int
     table : (m,) float32
         ``1 / V`` as a function of ``|C| * table_scale``, clipped at its ends.
     inv_sigma2 : (shells,) float32
@@ -198,7 +225,6 @@ def turn(spectrum, n, c, weight, table, table_scale, inv_sigma2, radius, points,
     nx = c + 1
     row, plane = 2 * nx, 2 * nx * n
     off = np.float32(c)
-    box = weight.shape[0]
     last = table.shape[0] - 1
     top = tables.shape[1] // 2
     for i in range(points.shape[0]):
@@ -211,7 +237,7 @@ def turn(spectrum, n, c, weight, table, table_scale, inv_sigma2, radius, points,
         gx = matrix[0, 0] * kx + matrix[1, 0] * ky + matrix[2, 0] * kz
         gy = matrix[0, 1] * kx + matrix[1, 1] * ky + matrix[2, 1] * kz
         gz = matrix[0, 2] * kx + matrix[1, 2] * ky + matrix[2, 2] * kz
-        ctf = _weight_at(weight, box, gx, gy, gz)
+        ctf = _weight_at(packed, box, gx, gy, gz)
         if ctf == 0:
             column[2 * i] = np.float32(0)
             column[2 * i + 1] = np.float32(0)

@@ -232,9 +232,11 @@ def test_turn_samples_the_particle_in_the_references_frame(made):
     top = 4
     tables = np.empty((3, 2 * top + 1), np.complex64)
     kernels.phase_tables(2 * np.pi / n * (generic.T @ rotation.T @ shift), top, tables)
+    packed = np.empty(n * n * (n // 2) * 4, np.float32)
+    kernels.pack_weight(weight, packed)
     column, den = np.full(2 * len(points), np.nan, np.float32), np.full(len(points), np.nan, np.float32)
     kernels.turn(
-        flat(made["spectrum"]), 2 * c + 1, c, weight, table, np.float32(511.0), inverse_sigma2, radius, points, lattice, counted,
+        flat(made["spectrum"]), 2 * c + 1, c, packed, n, table, np.float32(511.0), inverse_sigma2, radius, points, lattice, counted,
         np.ascontiguousarray(rotation.T, np.float32), tables, SCALE, column, den,
     )  # fmt: skip
     at = points.astype(np.float64) @ rotation.T  # R0 q
