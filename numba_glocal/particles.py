@@ -65,16 +65,23 @@ class ParticleReader:
         n = self.grid.box_size
         if data.shape != (n, n, n):
             raise BadParticleError(name, f"its box is {data.shape[0]}, expected {n}")
-        if not np.isfinite(data).all():
+        # a rough level first: the sums that follow are then of small numbers, whatever the grey values of a tomogram
+        weight, count = _outside(self.grid.box_size, self._unbinned_radius())
+        flat = data.reshape(-1)
+        rough = flat[:: max(1, flat.size // 4096)].mean(dtype=np.float64)
+        if not np.isfinite(rough) or not np.isfinite(flat.sum()):
             raise BadParticleError(name, "it holds values that are not finite")
-        outside = _outside(self.grid.box_size, self._unbinned_radius())
-        chosen = data[outside]
-        mean, deviation = float(chosen.mean(dtype=np.float64)), float(chosen.std(dtype=np.float64))
-        scale = max(abs(float(data.max())), abs(float(data.min())), 1e-30)
+        flat = flat - np.float32(rough)
+        chosen = flat * weight
+        offset = float(chosen.sum(dtype=np.float64)) / count
+        deviation = float(np.sqrt(max(float(np.dot(chosen, flat)) / count - offset * offset, 0.0)))
+        scale = max(abs(float(rough)), abs(offset), float(np.abs(flat[:: max(1, flat.size // 4096)]).max()), 1e-30)
         if not deviation > 1e-6 * scale:
             raise BadParticleError(name, "it is constant")
         factor = (1.0 / deviation if self.normalise else 1.0) * (-1.0 if self.invert_contrast else 1.0)
-        data = (data - np.float32(mean)) * np.float32(factor)
+        flat -= np.float32(offset)
+        flat *= np.float32(factor)
+        data = flat.reshape(data.shape)
         return fourier_crop(data, self.grid.binned_box_size)
 
     def read_weight(self, path: Path | None) -> NDArray[np.float32]:
@@ -100,10 +107,12 @@ class ParticleReader:
 
 
 @lru_cache(maxsize=4)
-def _outside(box_size: int, radius_voxels: float) -> NDArray[np.bool_]:
-    """Voxels outside the particle; all of them where the sphere fills the box."""
+def _outside(box_size: int, radius_voxels: float) -> tuple[NDArray[np.float32], int]:
+    """Voxels outside the particle as flat weights 0 and 1, and their number; all of them where the sphere fills the box."""
     outside = spherical_mask(box_size, max(radius_voxels, 1.0), 0.0) < 0.5
-    return outside if outside.mean() > 0.05 else np.ones_like(outside)
+    if outside.mean() <= 0.05:
+        outside = np.ones_like(outside)
+    return outside.ravel().astype(np.float32), int(outside.sum())
 
 
 @lru_cache(maxsize=64)

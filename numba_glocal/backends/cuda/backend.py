@@ -32,7 +32,7 @@ _STOP_ANGLE_DEG = 0.02
 _STOP_SHIFT_ANGST = 0.02
 _MAX_STEPS = 8
 _MAX_ANGLE_STEP_DEG = 3.0
-_READERS = 4
+_READERS = 6
 _POOL_SHARE = 0.6
 _WORK_SHARE = 0.15
 _SIMULATED_MEMORY = 256 << 20
@@ -210,14 +210,17 @@ class _Pool:
     unmasked : bool
         Whether unmasked cubes and padded spectra are needed too (flcf).
     budget_bytes : int
+    sum_reach : int
+        Band of the unmasked cubes that averages need; 0: none. A search pool holds them too, so that a particle is read and uploaded once.
     """
 
-    def __init__(self, n: int, reach: int, cube_reach: int, unmasked: bool, budget_bytes: int) -> None:
+    def __init__(self, n: int, reach: int, cube_reach: int, unmasked: bool, budget_bytes: int, sum_reach: int = 0) -> None:
         self.n, self.reach, self.cube_reach, self.unmasked = n, reach, cube_reach, unmasked
         self.pad = _Transform(n, reach, True) if reach else None
         self.cube = _Transform(n, cube_reach, False)
         kinds = 2 if unmasked else 1
-        self.slot_bytes = 4 * kinds * ((self.pad.size if self.pad else 0) + self.cube.size)
+        self.sum = _Transform(n, sum_reach, False) if sum_reach else None
+        self.slot_bytes = 4 * (kinds * ((self.pad.size if self.pad else 0) + self.cube.size) + (self.sum.size if self.sum else 0))
         capacity = int(max(8, min(budget_bytes // self.slot_bytes, 1 << 17)))
         self.slots = _Slots(capacity)
         self.batch = int(max(1, min(64, (256 << 20) // (8 * PAD * n**3 * 4))))
@@ -225,6 +228,7 @@ class _Pool:
         spare = _SPARE_BYTES // 4
         self.spectra = [cuda.device_array(capacity * self.pad.size + spare, np.float32) for _ in range(kinds)] if self.pad else []
         self.cubes = [cuda.device_array(capacity * self.cube.size + spare, np.float32) for _ in range(kinds)]
+        self.sum_cubes = cuda.device_array(capacity * self.sum.size + spare, np.float32) if self.sum else None
         self._masked = cuda.device_array((self.batch, n**3), np.float32)
         self._pinned = [np.empty((self.batch, n**3), np.float32) if config.ENABLE_CUDASIM else cuda.pinned_array((self.batch, n**3), np.float32)]
 
@@ -249,6 +253,8 @@ class _Pool:
                     ones = cuda.to_device(np.ones(self.n**3, np.float32))
                     kernels.mask_particles[(-(-(self.n**3) // 256), count), 256](raw, ones, cuda.to_device(levels), level_only)
                     kinds.append(level_only)
+            if self.sum is not None:
+                self._into_slots(raw, count, slots[first : first + count], self.sum, self.sum_cubes)
             for kind, source in enumerate(kinds):
                 self._into_slots(source, count, slots[first : first + count], self.cube, self.cubes[kind])
                 if self.pad is not None:
@@ -318,9 +324,14 @@ class CUDABackend:
             gc.collect()
             cuda.current_context().deallocations.clear()
         share = _POOL_SHARE * (0.85 if kind == "search" else 0.15)
-        made = _Pool(n, reach, cube_reach, unmasked, int(self.memory_bytes * share))
+        made = _Pool(n, reach, cube_reach, unmasked, int(self.memory_bytes * share), n // 2 - 1 if kind == "search" else 0)
         self._pools[kind] = (key, made)
         return made
+
+    def held(self, n: int) -> _Pool | None:
+        """The search pool, if it is of this box."""
+        found = self._pools.get("search")
+        return found[1] if found is not None and found[1].n == n else None
 
     def weights(self, n: int) -> _Weights:
         """Weight volumes of a box."""
@@ -918,16 +929,45 @@ class CUDASumSession:
 
     def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
         """Inserts particles at their poses; returns (index, reason) of those left out."""
-        grid, n = self.setup.grid, self._n
-        pool = self.backend.pool("sum", n, 0, self._reach, False)
+        n = self._n
         weights = self.backend.weights(n)
         bad: list[tuple[int, str]] = []
         count = len(particles.keys)
         slots, kinds, usable = np.zeros(count, np.int32), np.zeros(count, np.int32), np.ones(count, bool)
+        held = self.backend.held(n)
+        in_search = np.zeros(count, bool)
+        if held is not None:
+            for index, name in enumerate(particles.keys):
+                found = held.slots.get((name, self.setup.normalise_mask))
+                if found is not None:
+                    slots[index], kinds[index] = found
+                    in_search[index] = True
+        if not in_search.all():
+            pool = self.backend.pool("sum", n, 0, self._reach, False)
+            bad = self._load_rest(particles, pool, np.flatnonzero(~in_search), slots, kinds, usable)
+            self._insert(np.flatnonzero(usable & ~in_search), pool.cubes[0], pool.cube.size, slots, kinds, rotations, shifts_angst)
+        if held is not None and held.sum is not None:
+            self._insert(np.flatnonzero(in_search), held.sum_cubes, held.sum.size, slots, kinds, rotations, shifts_angst)
+        self._count += int(usable.sum())
+        assert weights is self.backend.weights(n)
+        return bad
+
+    def _load_rest(
+        self,
+        particles: ParticleBatch,
+        pool: _Pool,
+        rest: NDArray[np.intp],
+        slots: NDArray[np.int32],
+        kinds: NDArray[np.int32],
+        usable: NDArray[np.bool_],
+    ) -> list[tuple[int, str]]:
+        """Particles that no search has brought to the device: read, uploaded and transformed for the sum alone."""
+        weights = self.backend.weights(self._n)
+        bad: list[tuple[int, str]] = []
         busy: set[int] = set()
         missing = []
-        for index, name in enumerate(particles.keys):
-            found = pool.slots.get(name)
+        for index in map(int, rest):
+            found = pool.slots.get(particles.keys[index])
             if found is None:
                 missing.append(index)
             else:
@@ -953,31 +993,45 @@ class CUDASumSession:
                 volumes, taken = [], []
         if volumes:
             pool.prepare(volumes, taken, None, None)
-        p = np.flatnonzero(usable)
-        if len(p):
-            shifts = angst_to_voxels(shifts_angst[p], grid.pixel_size_angst, grid.box_size, n) / n
-            signed, table_scale, _ = weights.facts()
-            kernels.insert[(-(-self._samples.size // 128), len(p)), 128](
-                self._sums,
-                self._offset,
-                n,
-                pool.cubes[0],
-                pool.cube.size,
-                cuda.to_device(slots[p]),
-                self._samples.cube_index,
-                self._samples.k,
-                weights.device(),
-                weights.size,
-                cuda.to_device(kinds[p]),
-                self._samples.weight_index,
-                self._tables,
-                signed,
-                table_scale,
-                cuda.to_device(rotations[p].reshape(-1, 9).astype(np.float32)),
-                cuda.to_device(shifts.astype(np.float32)),
-            )
-            self._count += len(p)
         return sorted(bad)
+
+    def _insert(
+        self,
+        p: NDArray[np.intp],
+        cubes: Any,
+        cube_size: int,
+        slots: NDArray[np.int32],
+        kinds: NDArray[np.int32],
+        rotations: NDArray[np.float64],
+        shifts_angst: NDArray[np.float64],
+    ) -> None:
+        """Adds particles that are on the device."""
+        if not len(p):
+            return
+        grid, n = self.setup.grid, self._n
+        weights = self.backend.weights(n)
+        shifts = angst_to_voxels(shifts_angst[p], grid.pixel_size_angst, grid.box_size, n) / n
+        device_weights = weights.device()
+        signed, table_scale, _ = weights.facts()
+        kernels.insert[(-(-self._samples.size // 128), len(p)), 128](
+            self._sums,
+            self._offset,
+            n,
+            cubes,
+            cube_size,
+            cuda.to_device(slots[p]),
+            self._samples.cube_index,
+            self._samples.k,
+            device_weights,
+            weights.size,
+            cuda.to_device(kinds[p]),
+            self._samples.weight_index,
+            self._tables,
+            signed,
+            table_scale,
+            cuda.to_device(rotations[p].reshape(-1, 9).astype(np.float32)),
+            cuda.to_device(shifts.astype(np.float32)),
+        )
 
     def result(self) -> WeightedSum:
         """The sums so far."""
