@@ -370,9 +370,18 @@ class Refinement:
         for half, share in ((1, -0.5), (2, 0.5)):
             rows = np.flatnonzero(self.job.particles.half == half)
             moved = move_frame(poses.take(rows), rotvec, shift_voxels * pixel, share)
-            rotations[rows], shifts[rows] = moved.rotations, moved.shifts_angst
+            rotations[rows], shifts[rows] = moved.rotations, self._within_limit(moved.shifts_angst, rows)
         poses = Poses(rotations, shifts)
         return poses, self._sums("averages, one frame", poses, noise), apart
+
+    def _within_limit(self, shifts_angst: NDArray[Any], rows: NDArray[np.intp]) -> NDArray[Any]:
+        """Shifts brought back to the hard limit: --max-shift holds for what the common frame moves too."""
+        limit = getattr(self.job.settings, "max_shift_angst", None)
+        if limit is None:
+            return shifts_angst
+        away = shifts_angst - self._anchors[rows]
+        distance = np.linalg.norm(away, axis=1, keepdims=True)
+        return self._anchors[rows] + away * np.minimum(1.0, limit / np.maximum(distance, 1e-12))
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
