@@ -20,9 +20,10 @@ import numpy as np
 from numba import cuda, float32
 
 from numba_glocal.backends import lines
-from numba_glocal.backends.cuda import kernels
-from numba_glocal.backends.cuda.backend import _ball_radius2, _Transform, _transform_matrices, device_name  # noqa: F401
+from numba_glocal.backends.cuda import gemm, kernels
+from numba_glocal.backends.cuda.backend import _ball_radius2, _Transform, den_products, device_name
 from numba_glocal.backends.cuda.search import coefficient_table, launch, shift_groups
+from numba_glocal.backends.cuda.tensor import TensorSearch, Weighting, cheaper
 from numba_glocal.fourier import grid_band, max_band, padded_offset
 from numba_glocal.geometry import rotvec_to_matrix
 from numba_glocal.noise import TABLE_SIZE
@@ -184,7 +185,13 @@ def case(
             )
 
     def den2() -> None:
-        kernels.products[(-(-n_rotations // kernels.WIDE_TILE), -(-part // kernels.WIDE_TILE)), (16, 16)](den_weight, powers, den)
+        den_products(powers, den_weight, den)
+
+    tensor = TensorSearch.make(band, cube, box, templates, powers, n_rotations, np.full(box, 1e-3, np.float32)) if gemm.available() else None
+
+    def product() -> None:
+        assert tensor is not None
+        tensor.run(columns, part, Weighting(False, none, none), best, best_shift)
 
     def scores() -> None:
         kernels.finish_scores[(-(-n_rotations // 128), part), 128](best, den, power, 0, np.float32(1.0))
@@ -193,9 +200,25 @@ def case(
         kernels.choose[part, kernels.CHOOSE_THREADS](best, first, count, starts, matrices, np.float32(2.9), 1, chosen, chosen_score)
 
     built = milliseconds(build)
+    build()
+    turn()
+    search()
+    line_best, line_shift = best.copy_to_host(), best_shift.copy_to_host()
+    ways = {"line": milliseconds(search, 3)}
+    agreement = {}
+    if tensor is not None:
+        ways["tensor"] = milliseconds(product, 3)
+        other, other_shift = best.copy_to_host(), best_shift.copy_to_host()
+        spread = float(np.abs(line_best).max())
+        agreement = {
+            "tensor_against_line_max": round(float(np.abs(other - line_best).max()) / spread, 6),
+            "same_best_rotation": round(float((other.argmax(1) == line_best.argmax(1)).mean()), 4),
+            "same_shift": round(float((other_shift == line_shift).mean()), 4),
+        }
+    chosen_way = "tensor" if tensor is not None and cheaper(band, cube.steps, len(cube.inside), n_rotations, part) else "line"
     steps = {
         "turn": milliseconds(turn),
-        "search": milliseconds(search),
+        "search": ways[chosen_way],
         "den2": milliseconds(den2),
         "scores": milliseconds(scores),
         "choice": milliseconds(choice),
@@ -212,9 +235,12 @@ def case(
         "distinct": held,
         "templates_us": round(1e3 * built, 1),
         "per_particle_us": {name: round(value, 4) for name, value in per_particle.items()},
+        "search_way": chosen_way,
+        "search_us": {name: round(1e3 * value / part, 3) for name, value in ways.items()},
+        "agreement": agreement,
         "us_per_particle": round(total, 3),
         "us_per_particle_and_rotation": round(total / n_rotations, 6),
-        "search_fp32_tinstructions_s": round(operations * n_rotations / per_particle["search"] / 1e6, 2),
+        "search_fp32_tinstructions_s": round(operations * n_rotations / (1e3 * ways["line"] / part) / 1e6, 2),
     }
 
 
@@ -313,9 +339,6 @@ def main() -> None:
     begun = time.perf_counter()
     results: dict[str, Any] = {"device": device_name(), "ceilings": ceilings(), "rows": [], "refinement": [], "transforms": []}
     print(results["device"], results["ceilings"], flush=True)
-    for threads in (64, 128):
-        row = case(64, 20, local, 4.0, 10000, False, threads)
-        print(threads, json.dumps(row), flush=True)
     rows = [(64, 20, local, 4.0, 10000), (64, 20, local, 4.0, 100), (64, 12, local, 4.0, 10000)]
     if not options.quick:
         rows += [(64, 31, local, 4.0, 10000), (128, 40, local, 5.0, 2000)]

@@ -157,9 +157,10 @@ def _estimate(job: Job, plan: WorkerPlan, levels: tuple[SearchLevel, ...]) -> st
     refine = 10.0 * 2.1 * levels[-1].k_max ** 3 * _NS_PER_SAMPLE
     each = (search + refine) * 1e-9 + 0.004 * (n / 64.0) ** 3
     count = len(job.particles)
-    first = count * (each + 2.0 * _READ_SECONDS * (n / 64.0) ** 3) / plan.workers
-    later = count * each / plan.workers
-    return f"about {max(1.0, first):.0f} s for the first iteration at its band, {max(1.0, later):.0f} s for another at the same band; finer bands take longer"
+    maps = 2.0 * (n / 64.0) ** 3
+    first = maps + count * (each + 2.0 * _READ_SECONDS * (n / 64.0) ** 3) / plan.workers
+    later = maps + count * each / plan.workers
+    return f"about {first:.0f} s for the first iteration, {later:.0f} s for another at the same band; finer bands take longer"
 
 
 def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:

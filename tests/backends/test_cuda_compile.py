@@ -18,6 +18,8 @@ try:
 except Exception as problem:  # no NVVM here
     pytest.skip(f"kernels cannot be compiled here: {problem}", allow_module_level=True)
 
+from numba.types import float16  # noqa: E402
+
 f, i32, i64, d = float32[::1], int32[::1], int64[::1], float64[::1]
 f2, i2, d2 = float32[:, ::1], int32[:, ::1], float64[:, ::1]
 f3 = float32[:, :, ::1]
@@ -61,6 +63,10 @@ SIGNATURES = {
         i32,
     ),
     "residual_power": (f, n, n, float32, f, n, i32, i32, int16[::1], *WEIGHTS, i32, i32, i32, f, f, f, f2, f2, f3, f3, f3),
+    "column_scales": (f2, f, n, f),
+    "half_columns": (f2, f, f, n, float16[::1]),
+    "half_templates": (f, n, i32, f, f2, n, n, n, float32, n, float16[::1]),
+    "best_of_tile": (f, n, n, n, n, i32, f, float32, n, f2, f2, f2, i2),
     "insert": (int64[:, ::1], n, n, f, n, i32, i32, int16[::1], *WEIGHTS, i32, f2, i32, f, f2, f2),
 }
 SEARCH = (f, f, i64, i64, i64, f, n, n, n, n, i2, n, f2, f2, f2, i2)

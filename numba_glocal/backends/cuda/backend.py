@@ -25,8 +25,9 @@ from ..cache import ByteCache
 from ..cpu import CPUSearchSession, unpack_normal_equations
 from ..interpolation import interpolation_curvature
 from ..protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, WeightedSum, no_candidates
-from . import kernels
+from . import gemm, kernels
 from .search import TILE_ROTATIONS, coefficient_table, launch, shift_groups
+from .tensor import TensorSearch, Weighting, cheaper
 
 _STOP_ANGLE_DEG = 0.02
 _STOP_SHIFT_ANGST = 0.02
@@ -272,6 +273,20 @@ class _Pool:
             start = stop
 
 
+def den_products(powers: Any, den_weight: Any, den: Any) -> None:
+    """den2 of every work item and rotation, in single precision: by cuBLAS, or by a kernel of our own where it is not installed.
+
+    Parameters
+    ----------
+    powers : (a, m) float32, den_weight : (w, m) float32, den : (w, a) float32 device arrays
+    """
+    rotations, items = powers.shape[0], den_weight.shape[0]
+    if gemm.available():
+        gemm.product_single(powers, den_weight, den, rotations, items, powers.shape[1])
+    else:
+        kernels.products[(-(-rotations // kernels.WIDE_TILE), -(-items // kernels.WIDE_TILE)), (16, 16)](den_weight, powers, den)
+
+
 def device_name() -> str:
     """Name, UUID and compute capability of this process's GPU.
 
@@ -301,11 +316,14 @@ class CUDABackend:
         Device memory this process may use; by default its share of what is free now.
     share : int
         Processes that share the GPU.
+    precision : str
+        "half": searches may use the tensor cores in half precision where that is faster; "single": never. Refinement is single in both.
     """
 
     name = "cuda"
 
-    def __init__(self, memory_bytes: int | None = None, share: int = 1) -> None:
+    def __init__(self, memory_bytes: int | None = None, share: int = 1, precision: str = "half") -> None:
+        self.precision = precision
         self.device = device_name()
         free = _free_bytes()
         self.memory_bytes = min(memory_bytes, free // share) if memory_bytes else free // share
@@ -416,6 +434,7 @@ class CUDASearchSession:
         self._by_shell: tuple[_BandOnDevice, Any] | None = None
         self._templates: ByteCache = ByteCache(int(backend.memory_bytes * 0.1))
         self._lines: dict[float, tuple[Any, ...]] = {}
+        self._tensor: dict[Hashable, TensorSearch] = {}
         self._slots: NDArray[np.int32] = np.zeros(0, np.int32)
         self._kinds: NDArray[np.int32] = np.zeros(0, np.int32)
         self._usable: NDArray[np.bool_] = np.zeros(0, bool)
@@ -610,7 +629,7 @@ class CUDASearchSession:
             den_weight,
         )
         den = cuda.device_array((items, rotations), np.float32)
-        kernels.products[(-(-rotations // kernels.WIDE_TILE), -(-items // kernels.WIDE_TILE)), (16, 16)](den_weight, powers, den)
+        den_products(powers, den_weight, den)
         weighted = bool(np.isfinite(setup.max_shift_angst)) or self._unmasked
         if weighted:
             trial_angst = voxels_to_angst(cube.shifts_voxels, *size)
@@ -628,31 +647,35 @@ class CUDASearchSession:
         device_multiplier, device_bias = cuda.to_device(multiplier), cuda.to_device(bias)
         best = cuda.device_array((items, rotations), np.float32)
         best_shift = cuda.device_array((items, rotations), np.int32)
-        for group, rows in zip(groups, entries, strict=True):
-            launch(
-                group,
-                top,
-                rotations,
-                items,
-                (
-                    templates,
-                    columns,
-                    line_start,
-                    line_length,
-                    plane_start,
-                    coefficients,
+        tensor = self._tensor_search(level, band, cube, templates, powers, items)
+        if tensor is not None:
+            tensor.run(columns_2d, items, Weighting(weighted, device_multiplier, device_bias), best, best_shift)
+        else:
+            for group, rows in zip(groups, entries, strict=True):
+                launch(
+                    group,
                     top,
-                    band.n_pairs,
                     rotations,
                     items,
-                    rows,
-                    int(weighted),
-                    device_multiplier,
-                    device_bias,
-                    best,
-                    best_shift,
-                ),
-            )
+                    (
+                        templates,
+                        columns,
+                        line_start,
+                        line_length,
+                        plane_start,
+                        coefficients,
+                        top,
+                        band.n_pairs,
+                        rotations,
+                        items,
+                        rows,
+                        int(weighted),
+                        device_multiplier,
+                        device_bias,
+                        best,
+                        best_shift,
+                    ),
+                )
         power = cuda.to_device(np.ones(items, np.float32))
         if setup.score == "ncc":
             power = cuda.to_device(self._powers(band.k_max)[p_of].astype(np.float32))
@@ -678,6 +701,19 @@ class CUDASearchSession:
         result.rotations[at] = np.einsum("wij,wjk->wik", start_rotations[item], level.rotations[turned])
         result.shifts_angst[at] = start_angst[item] + np.einsum("wij,wj->wi", start_rotations[item], offset_angst)
         result.scores[at] = found[where]
+
+    def _tensor_search(
+        self, level: SearchLevel, band: lines.LineBand, cube: lines.ShiftCube, templates: Any, powers: Any, items: int
+    ) -> TensorSearch | None:
+        """The level's matrix product, where it is allowed and pays."""
+        n_rotations = len(level.rotations)
+        if self.backend.precision != "half" or not cheaper(band, cube.steps, len(cube.inside), n_rotations, items):
+            return None
+        key = (level.rotations.tobytes(), band.k_max, cube.steps, cube.step_voxels)
+        if key not in self._tensor:
+            host_sigma2 = self.setup.noise.inverse_sigma2()
+            self._tensor[key] = TensorSearch.make(band, cube, self._n, templates, powers, n_rotations, host_sigma2)
+        return self._tensor[key]
 
     # -- normalisations ----------------------------------------------------------------------------------------------
 
@@ -908,6 +944,7 @@ class CUDASearchSession:
         """Drops templates and reference; the pool stays with the backend."""
         self._templates = ByteCache(0)
         self._lines = {}
+        self._tensor = {}
         self._host = None
 
 
