@@ -76,6 +76,8 @@ class ParticleReader:
         offset = float(chosen.sum(dtype=np.float64)) / count
         deviation = float(np.sqrt(max(float(np.dot(chosen, flat)) / count - offset * offset, 0.0)))
         scale = max(abs(float(rough)), abs(offset), float(np.abs(flat[:: max(1, flat.size // 4096)]).max()), 1e-30)
+        if not deviation > 1e-3 * scale:  # too close to the rounding of these sums to be believed
+            deviation = float(flat[weight > 0].std(dtype=np.float64))
         if not deviation > 1e-6 * scale:
             raise BadParticleError(name, "it is constant")
         factor = (1.0 / deviation if self.normalise else 1.0) * (-1.0 if self.invert_contrast else 1.0)
