@@ -187,6 +187,7 @@ def case(
     def den2() -> None:
         den_products(powers, den_weight, den)
 
+    build()
     tensor = TensorSearch.make(band, cube, box, templates, powers, n_rotations, np.full(box, 1e-3, np.float32)) if gemm.available() else None
 
     def product() -> None:
