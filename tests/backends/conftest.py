@@ -23,7 +23,20 @@ BACKENDS: dict[str, Callable[[], Any]] = {"cpu": CPUBackend}
 """The fast backends that must agree with the oracle."""
 
 
-@pytest.fixture(params=list(BACKENDS))
+def _cuda_backend() -> Any:
+    """Level 3: the CUDA backend in single precision, on a real device; the skip says why there is none."""
+    try:
+        from numba_glocal.backends.cuda.backend import CUDABackend
+
+        return CUDABackend(memory_bytes=4 << 30, precision="single")
+    except Exception as problem:
+        pytest.skip(f"no CUDA device: {' '.join(str(problem).split())[:120]}")
+
+
+BACKENDS["cuda"] = _cuda_backend
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def make_backend(request: pytest.FixtureRequest) -> Callable[[], Any]:
     """Makes a fresh fast backend."""
     return BACKENDS[request.param]
