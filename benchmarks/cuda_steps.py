@@ -198,7 +198,9 @@ def case(
         kernels.finish_scores[(-(-n_rotations // 128), part), 128](best, den, power, 0, np.float32(1.0))
 
     def choice() -> None:
-        kernels.choose[part, kernels.CHOOSE_THREADS](best, first, count, starts, matrices, np.float32(2.9), 1, chosen, chosen_score)
+        kernels.choose[part, kernels.CHOOSE_THREADS](
+            best, first, count, starts, matrices, np.float32(2.9), 1, cuda.device_array((part, 1, 9), np.float32), chosen, chosen_score
+        )
 
     built = milliseconds(build)
     build()

@@ -688,7 +688,16 @@ class CUDASearchSession:
         chosen_score = cuda.device_array((len(part), level.keep), np.float32)
         min_trace = np.float32(1.0 + 2.0 * math.cos(math.radians(level.separation_deg)))
         kernels.choose[len(part), kernels.CHOOSE_THREADS](
-            best, cuda.to_device(first), cuda.to_device(count), device_starts, matrices, min_trace, level.keep, chosen, chosen_score
+            best,
+            cuda.to_device(first),
+            cuda.to_device(count),
+            device_starts,
+            matrices,
+            min_trace,
+            level.keep,
+            cuda.device_array((len(part), level.keep, 9), np.float32),
+            chosen,
+            chosen_score,
         )
         rows, found = chosen.copy_to_host(), chosen_score.copy_to_host()
         shift_rows = best_shift.copy_to_host()

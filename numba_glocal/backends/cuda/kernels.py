@@ -334,7 +334,7 @@ def finish_scores(best, den, power, kind, factor):
 
 
 @_jit
-def choose(scores, first, count, starts, rotations, min_trace, keep, chosen, chosen_score):
+def choose(scores, first, count, starts, rotations, min_trace, keep, kept, chosen, chosen_score):
     """Best candidates of each particle that are apart; a block a particle (`interpolation.choose`). Ties go to the lower row.
 
     Parameters
@@ -343,13 +343,14 @@ def choose(scores, first, count, starts, rotations, min_trace, keep, chosen, cho
         Work items of a particle are ``first[p] .. first[p] + count[p] - 1``.
     starts : (w, 9) float32, rotations : (a, 9) float32
         R0 and L, row by row.
+    kept : (p, keep, 9) float32
+        Scratch: the rotations chosen so far.
     chosen : (p, keep) int32
         ``(w - first) * a + rotation``; -1 where nothing is left.
     chosen_score : (p, keep) float32
     """
     top = cuda.shared.array(CHOOSE_THREADS, float32)
     row = cuda.shared.array(CHOOSE_THREADS, int32)
-    kept = cuda.shared.array((16, 9), float32)
     p, tid = cuda.blockIdx.x, cuda.threadIdx.x
     n_rotations = scores.shape[1]
     total = count[p] * n_rotations
@@ -367,8 +368,8 @@ def choose(scores, first, count, starts, rotations, min_trace, keep, chosen, cho
                             value_rc = float32(0.0)
                             for k in range(3):
                                 value_rc += starts[w, 3 * r + k] * rotations[a, 3 * k + c]
-                            trace += value_rc * kept[q, 3 * r + c]
-                    if trace > min_trace:
+                            trace += value_rc * kept[p, q, 3 * r + c]
+                    if trace > min_trace or chosen[p, q] == j:
                         apart = False
                 if apart:
                     best, where = value, int32(j)
@@ -393,7 +394,7 @@ def choose(scores, first, count, starts, rotations, min_trace, keep, chosen, cho
             value_rc = float32(0.0)
             for k in range(3):
                 value_rc += starts[w, 3 * r + k] * rotations[a, 3 * k + c]
-            kept[place, tid] = value_rc
+            kept[p, place, tid] = value_rc
         cuda.syncthreads()
         if row[0] < 0:
             for rest in range(place + 1 + tid, keep, CHOOSE_THREADS):
