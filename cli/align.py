@@ -134,6 +134,10 @@ def _settings(
         if output is None:
             raise SettingsError("--resume needs the run's folder: -o FOLDER")
         base = read_job_file(output / "job.toml")
+        started_in = RunFolder(output).started_in()
+        for key in _PATHS & base.keys():  # they were meant from there, wherever we are now
+            if started_in is not None and started_in != Path.cwd() and (started_in / base[key]).exists():
+                base[key] = str(started_in / base[key])
         for key, value in given.items():
             before = base.get(key, _DEFAULTS.get(key))
             same = Path(before).resolve() == Path(value).resolve() if key in _PATHS and before is not None else before == value

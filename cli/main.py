@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import logging
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -73,6 +75,7 @@ class LazyGroup(click.Group):
     ) -> Any:
         """Run a command line; ends the process, unless `standalone_mode` is off."""
         prog_name = prog_name or PROGRAM
+        _make_streams_safe()
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         try:
@@ -91,10 +94,14 @@ class LazyGroup(click.Group):
         except BrokenPipeError:  # `numba-glocal ... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(EXIT_ERROR)
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS:
+                _end_unexpected(error)
+            _log_exception("stopped by an error")
+            _complain(f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror}")
+            sys.exit(EXIT_BAD_INPUT)
         except Exception as error:
-            place = _log_exception("unexpected error") or _save_traceback()
-            _complain(f"unexpected error: {type(error).__name__}: {_one_line(error)} (the traceback is in {place})")
-            sys.exit(EXIT_ERROR)
+            _end_unexpected(error)
         # A command's own `ctx.exit(n)` comes back as a number.
         sys.exit(code if isinstance(code, int) and not isinstance(code, bool) else 0)
 
@@ -104,6 +111,26 @@ class LazyGroup(click.Group):
 @verbosity_options
 def main() -> None:
     """Gold-standard subtomogram alignment and averaging, on every CPU core and GPU."""
+
+
+# A disk that is full or can only be read, a file that is not ours: nothing to trace.
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+def _make_streams_safe() -> None:
+    """Printing never ends a run: streams that are closed swallow what is said, and names that they cannot encode are escaped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (for as long as the process lives)
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _end_unexpected(error: Exception) -> NoReturn:
+    place = _log_exception("unexpected error") or _save_traceback()
+    _complain(f"unexpected error: {type(error).__name__}: {_one_line(error)} (the traceback is in {place})")
+    sys.exit(EXIT_ERROR)
 
 
 def _complain(text: str) -> None:
@@ -135,6 +162,6 @@ def _log_exception(text: str, worker_traceback: str = "") -> str:
 
 
 def _save_traceback() -> str:
-    with tempfile.NamedTemporaryFile("w", prefix="numba-glocal-", suffix=".txt", delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", prefix="numba-glocal-", suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace") as file:
         file.write(f"{PROGRAM} {__version__}, Python {sys.version}\n{' '.join(sys.argv)}\n\n{traceback.format_exc()}")
     return file.name

@@ -143,6 +143,8 @@ def _edge(soft_edge_angst: float | None, pixel_size_angst: float) -> float:
 
 
 def _write(output: Path, mask: NDArray[np.float32], pixel_size_angst: float) -> None:
+    if not mask.any():
+        raise SettingsError(f"{output}: expected a mask with voxels above 0; all of it lies outside the box of {mask.shape[0]} voxels")
     write_volume(output, Volume(mask, pixel_size_angst))
     share = 100.0 * float(mask.mean(dtype=np.float64))
     say(f"wrote {output}: box {mask.shape[0]}, pixel {pixel_size_angst:.6g} A, {share:.1f} % of the box")

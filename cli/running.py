@@ -237,7 +237,7 @@ class ShownLog(logging.Handler):
 def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: Callable[[Any], RunResult]) -> RunResult:
     """Starts the workers, runs, writes summary, provenance and report, and says what came out."""
     log, workers_log = logging.getLogger(_LOG), logging.getLogger(f"{_LOG}.worker")
-    handler, shown = logging.FileHandler(folder.path / "log.txt"), ShownLog()
+    handler, shown = logging.FileHandler(folder.path / "log.txt", encoding="utf-8", errors="backslashreplace"), ShownLog()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     log.addHandler(shown)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from .alignment import ChunkResult, SearchPlan, angular_resolution_deg, shift_step_angst
 from .averaging import merge, move_frame, reconstruct, relative_motion
 from .backends.protocols import WeightedSum
-from .errors import GlocalError, SettingsError, plural
+from .errors import GlocalError, InputError, SettingsError, plural
 from .execution.executors import gather_in_order
 from .execution.tasks import AlignTask, ReferenceFile, SumResult, SumTask, run_task, write_reference
 from .geometry import angle_between_deg
@@ -349,9 +349,11 @@ class Refinement:
         from .execution.tasks import array_digest
 
         folder = self.folder.iteration_folder(iteration)
-        return {
-            half: ReferenceFile(folder / f"reference{half}.npy", array_digest(np.load(folder / f"reference{half}.npy"))) for half in HALVES
-        }
+        files = {half: folder / f"reference{half}.npy" for half in HALVES}
+        try:
+            return {half: ReferenceFile(path, array_digest(np.load(path))) for half, path in files.items()}
+        except (OSError, ValueError, EOFError):
+            raise InputError(f"{folder}: expected the references of iteration {iteration}, found them missing or damaged") from None
 
     def _one_frame(self, poses: Poses, noise: dict[int, NoiseModel]) -> tuple[Poses, dict[int, WeightedSum], tuple[float, float]]:
         """Averages in a common frame: each half gives way by half of their relative motion."""
@@ -391,11 +393,12 @@ class Refinement:
         assert isinstance(settings, AlignSettings)
         state = self.folder.last_state() if resume else None
         if state is None:
-            self.folder.write_start(self.job.particles.poses)
+            self.folder.write_start(self.job.particles, self.job.grid.binned_box_size)
             state = self._start()
         else:
-            if not self.folder.started_from(self.job.particles.poses):
-                raise SettingsError(f"--resume: {settings.particles} has changed since {self.folder.path} was started from it; start a new run")
+            changed = self.folder.changed_since_start(self.job.particles, self.job.grid.binned_box_size)
+            if changed:
+                raise SettingsError(f"--resume: {changed} since {self.folder.path} was started from {settings.particles}; start a new run")
             self._bad = dict(state.bad)
             _log.info("resuming after iteration %d", state.iteration)
         result = None
@@ -406,7 +409,7 @@ class Refinement:
     def _stored_result(self, state: RunState) -> RunResult:
         """Of a run that was stopped between its last iteration and its end."""
         assert isinstance(self.job.settings, AlignSettings)
-        if state.iteration > self.job.settings.iterations or (self.folder.path / "summary.json").exists():
+        if state.iteration > self.job.settings.iterations or self.folder.is_complete(state):
             raise SettingsError(f"{self.folder.path} already has {state.iteration} finished iterations; expected more --iterations to go on")
         folder = self.folder.iteration_folder(state.iteration)
         fsc = self._fsc((read_volume(folder / "half1.mrc").data, read_volume(folder / "half2.mrc").data))
@@ -441,8 +444,7 @@ class Refinement:
         folder.mkdir(parents=True, exist_ok=True)
         self._write_references(folder, sums, fsc)
         self.folder.write_maps(folder, half_maps, fsc, settings.fsc_criterion)
-        if number == settings.iterations:
-            write_volume(folder / "average.mrc", Volume(self._average(sums), fsc.pixel_size_angst))
+        write_volume(folder / "average.mrc", Volume(self._average(sums), fsc.pixel_size_angst))  # of each: any may become the last
         record = {
             "number": number,
             "resolution_angst": finite_or_none(crossing.resolution_angst),

@@ -441,7 +441,11 @@ def _histogram(values: FloatArray, label: str, colour: str) -> Figure:
     values = values[np.isfinite(values)]
     figure = _figure(4.7, 2.9)
     axes = figure.add_subplot()
-    axes.hist(values, bins=int(np.clip(np.sqrt(values.size) * 1.5, 8, 60)), color=colour, edgecolor="white", linewidth=0.4)
+    least, most = float(values.min()), float(values.max())
+    if most - least < 1e-6 * max(abs(least), abs(most)):  # all alike (every shift at --max-shift): no bins fit between them
+        pad = 0.05 * abs(most)
+        least, most = least - pad, most + pad
+    axes.hist(values, range=(least, most), bins=int(np.clip(np.sqrt(values.size) * 1.5, 8, 60)), color=colour, edgecolor="white", linewidth=0.4)
     median = float(np.median(values))
     axes.axvline(median, color=_ORANGE, linewidth=1.6)
     axes.set_title(f"median {median:.3g}", fontsize=9.5, color=_ORANGE, loc="right")

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import time
+import zipfile
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -162,6 +163,7 @@ class RunFolder:
             {
                 "program": f"numba-glocal {__version__}",
                 "command": " ".join(sys.argv),
+                "folder": os.getcwd(),  # relative names of job.toml start here
                 "python": platform.python_version(),
                 "system": platform.platform(),
                 "cores": os.cpu_count(),
@@ -171,6 +173,21 @@ class RunFolder:
                 **more,
             },
         )
+
+    def started_in(self) -> Path | None:
+        """The folder that the run was started in, where that is known and still there."""
+        try:
+            folder = Path(json.loads((self.path / "provenance.json").read_text(encoding="utf-8"))["folder"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return folder if folder.is_dir() else None
+
+    def is_complete(self, state: RunState) -> bool:
+        """Whether the results at the top of the folder are those of `state`: the summary, written behind them, counts its iterations."""
+        try:
+            return len(json.loads((self.path / "summary.json").read_text(encoding="utf-8"))["iterations"]) >= state.iteration
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
     # -- iterations --------------------------------------------------------------------------------------------------
 
@@ -189,17 +206,36 @@ class RunFolder:
             "ngShiftSigmaAngst": state.shift_sigma_angst,
             "rlnLogLikeliContribution": state.log_likelihood,
         }
-        write_particles(folder / "particles.star", particles.with_poses(state.poses), {k: np.nan_to_num(v, nan=0.0) for k, v in columns.items()})
+        # what a run knows nothing of (`average` scores nothing) stays as the list has it
+        known = {name: np.nan_to_num(values, nan=0.0) for name, values in columns.items() if np.isfinite(values).any()}
+        write_particles(folder / "particles.star", particles.with_poses(state.poses), known)
 
-    def write_start(self, poses: Poses) -> None:
-        """The poses of the list, for the report and to know the list again."""
+    def write_start(self, particles: ParticleSet, binned_box_size: int) -> None:
+        """What the run began from, for the report and to know it again."""
         with whole_file(self.path / "start.npz") as handle:
-            np.savez(handle, rotations=poses.rotations, shifts_angst=poses.shifts_angst)
+            np.savez(
+                handle,
+                rotations=particles.poses.rotations,
+                shifts_angst=particles.poses.shifts_angst,
+                half=particles.half,
+                names=np.array(particles.names),
+                binned_box_size=binned_box_size,
+            )
 
-    def started_from(self, poses: Poses) -> bool:
-        """Whether the run began at these poses."""
+    def changed_since_start(self, particles: ParticleSet, binned_box_size: int) -> str:
+        """What is not as it was when the run began, in words; empty where all is: particles, poses, half-sets, worked box."""
         with np.load(self.path / "start.npz") as start:
-            return np.array_equal(start["rotations"], poses.rotations) and np.array_equal(start["shifts_angst"], poses.shifts_angst)
+            if "names" not in start:
+                return "the form of run folders has changed"
+            poses = particles.poses
+            same = np.array_equal(start["rotations"], poses.rotations) and np.array_equal(start["shifts_angst"], poses.shifts_angst)
+            if not same or not np.array_equal(start["names"], np.array(particles.names)):
+                return "the particle list has changed"
+            if not np.array_equal(start["half"], particles.half):
+                return "the half-sets have changed, and halves that were mixed are not independent any more"
+            if int(start["binned_box_size"]) != binned_box_size:
+                return f"the worked box was {int(start['binned_box_size'])} voxels and is {binned_box_size} (--binning)"
+        return ""
 
     def write_state(self, state: RunState) -> None:
         """The last file of an iteration: with it the iteration is finished."""
@@ -235,7 +271,15 @@ class RunFolder:
         found = sorted(self.path.glob("iter_*/state.npz"), key=lambda path: (len(path.parent.name), path.parent.name))
         if not found:
             return None
-        with np.load(found[-1]) as stored:
+        try:
+            return self._read_state(found[-1])
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            before = f"; without the folder {found[-1].parent} the run goes on from the iteration before" if len(found) > 1 else ""
+            raise InputError(f"{found[-1]}: expected the state of an iteration, found a damaged file{before}") from None
+
+    @staticmethod
+    def _read_state(path: Path) -> RunState:
+        with np.load(path) as stored:
             facts = json.loads(str(stored["facts"]))
             return RunState(
                 facts["iteration"],

@@ -110,6 +110,11 @@ class AlignSettings:
 
     def __post_init__(self) -> None:
         """Refuses values that mean nothing, by their option's name."""
+        for name in ("particles", "output", "reference", "mask"):
+            try:
+                (getattr(self, name) or "").encode()
+            except UnicodeEncodeError:
+                raise SettingsError(f"{name}: {getattr(self, name)!r} is not UTF-8; expected another name, or a UTF-8 locale") from None
         _one_of("--score", self.score, SCORES)
         _one_of("--split", self.split, SPLITS)
         _one_of("--tilt-axis", self.tilt_axis, ("x", "y"))
@@ -212,7 +217,8 @@ def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def settings_to_toml(settings: AlignSettings | AverageSettings) -> str:
     """All options as TOML text; options that are None are left out."""
-    lines = ["# Every option of this run; `numba-glocal align --job THIS_FILE` runs it again."]
+    again = "; `numba-glocal align --job THIS_FILE` runs it again" if isinstance(settings, AlignSettings) else ""
+    lines = [f"# Every option of this run{again}."]
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if value is not None:

@@ -125,6 +125,7 @@ def test_mask_refusals(halves, tmp_path):
     refused(run("mask", "sphere", "--diameter", 80, "--box", 24, "-o", out), "--pixel-size")
     refused(run("mask", "sphere", "--diameter", 0, "--box", 24, "--pixel-size", 5, "-o", out), "--diameter")
     refused(run("mask", "sphere", "--diameter", 80, "--like", halves[0], "-o", halves[0]), "input")
+    refused(run("mask", "sphere", "--diameter", 20, "--like", halves[0], "--centre", 100, 0, 0, "-o", out), "outside the box")
     refused(run("mask", "threshold", halves[0], "--threshold", 1e6, "-o", out), "no voxel")
     refused(run("mask", "threshold", halves[0], "--threshold", 1, "--extend", "-4", "-o", out), "--extend")
     assert not out.exists()

@@ -31,9 +31,11 @@ def state(iteration=1, **changes):
     values = {"scores": rng.normal(size=COUNT), "bad": {2: "it is constant"}, "history": [{"number": 1, "resolution_angst": None}], "scale": 0.123}
     values |= changes
     nothing = np.full(COUNT, np.nan)
-    return RunState(
-        iteration, poses, 12.5, 0.1, 33.3, values["scores"], nothing, nothing, nothing, values["bad"], values["history"], values["scale"]
-    )
+    return RunState(iteration, poses, 12.5, 0.1, 33.3, values["scores"], nothing, nothing, nothing, values["bad"], values["history"], values["scale"])
+
+
+def some_particles(tmp_path):
+    return read_particles(simulate(tmp_path / "set", SimulationSettings(count=COUNT, box_size=16, pixel_size_angst=10.0)).start)
 
 
 def test_a_state_comes_back_to_the_last_bit(folder):
@@ -80,18 +82,22 @@ def test_a_new_folder_is_new(folder, tmp_path):
     assert read_job_file(tmp_path / "empty" / "job.toml")["particles"] == "list.star"
 
 
-def test_the_list_is_known_again(folder):
-    poses = state(1).poses
-    folder.write_start(poses)
-    assert folder.started_from(poses)
-    assert not folder.started_from(Poses(poses.rotations, poses.shifts_angst + 1e-6))
-    assert not folder.started_from(poses.take([0, 1]))
+def test_the_start_is_known_again(folder, tmp_path):
+    particles = some_particles(tmp_path)
+    folder.write_start(particles, 16)
+    assert folder.changed_since_start(particles, 16) == ""
+    poses = particles.poses
+    moved = particles.with_poses(Poses(poses.rotations, poses.shifts_angst + 1e-6))
+    other_order = particles.take([1, 0, 2, 3, 4, 5]).with_poses(poses)
+    for changed in (moved, other_order, particles.take([0, 1])):
+        assert "list has changed" in folder.changed_since_start(changed, 16)
+    assert "half-sets" in folder.changed_since_start(particles.with_half(3 - particles.half), 16)
+    assert "--binning" in folder.changed_since_start(particles, 12)
 
 
 def test_written_particles(folder, tmp_path):
     """New poses as RELION means them, ours in further columns, 0 for what is not known."""
-    made = simulate(tmp_path / "set", SimulationSettings(count=COUNT, box_size=16, pixel_size_angst=10.0))
-    particles, now = read_particles(made.start), state(1, scores=np.array([1.0, 2.0, np.nan, 4.0, 5.0, 6.0]))
+    particles, now = some_particles(tmp_path), state(1, scores=np.array([1.0, 2.0, np.nan, 4.0, 5.0, 6.0]))
     folder.write_particles(folder.path, particles, now)
     block = gemmi.cif.read(str(folder.path / "particles.star")).find_block("particles")
 
@@ -105,6 +111,31 @@ def test_written_particles(folder, tmp_path):
     origins = np.stack([column(f"_rlnOrigin{axis}Angst") for axis in "XYZ"], 1)
     assert np.abs(origins + now.poses.shifts_angst).max() < 1e-5
     assert column("_ngScore").tolist() == [1, 2, 0, 4, 5, 6] and not column("_ngAngleSigmaDeg").any()
+
+
+def test_what_a_run_does_not_know_stays_as_listed(folder, tmp_path):
+    """`average` scores nothing: the scores of the run that made the list are not replaced by zeros."""
+    folder.write_particles(tmp_path, some_particles(tmp_path), state(1, scores=np.arange(1.0, 1.0 + COUNT)))
+    scored = read_particles(tmp_path / "particles.star", require_volumes=False)
+    folder.write_particles(folder.path, scored, state(2, scores=np.full(COUNT, np.nan)))
+    block = gemmi.cif.read(str(folder.path / "particles.star")).find_block("particles")
+    assert [float(v) for v in block.find_values("_ngScore")] == [1, 2, 3, 4, 5, 6]
+    assert not list(block.find_values("_ngAngleSigmaDeg"))
+
+
+def test_a_damaged_state_is_one_line(folder):
+    for iteration in (1, 2):
+        folder.write_state(state(iteration))
+    path = folder.iteration_folder(2) / "state.npz"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(InputError, match="iter_002.*damaged.*before"):
+        folder.last_state()
+
+
+def test_results_are_complete_when_the_summary_counts_them(folder):
+    assert not folder.is_complete(state(1))
+    folder.write_json("summary.json", {"iterations": [{}]})
+    assert folder.is_complete(state(1)) and not folder.is_complete(state(2))
 
 
 def test_events_are_lines_of_json(folder):

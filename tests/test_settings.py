@@ -109,3 +109,9 @@ def test_premultiplied_is_refused_where_it_would_do_nothing():
     AverageSettings("list.star", "run", weighting="ctf", premultiplied=True)
     with pytest.raises(SettingsError, match="--premultiplied"):
         AverageSettings("list.star", "run", premultiplied=True)
+
+
+@pytest.mark.parametrize("name", ["output", "mask"])
+def test_names_that_no_text_file_can_hold_are_refused(name):
+    with pytest.raises(SettingsError, match=f"{name}.*UTF-8"):
+        AlignSettings(**({"particles": "p.star", "output": "run"} | {name: "b\udcff"}))

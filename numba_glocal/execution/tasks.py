@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..alignment import ChunkResult, SearchPlan, align_chunk, search_levels
 from ..backends.protocols import Backend, Grid, ParticleMask, SearchSession, SearchSetup, SumSetup, WeightedSum
 from ..errors import WorkerError
+from ..io.paths import whole_file
 from ..noise import NoiseModel
 from ..particles import ParticleReader
 from .pinning import WorkerInfo
@@ -109,10 +110,8 @@ def array_digest(data: NDArray[Any]) -> str:
 def write_reference(path: Path, data: NDArray[np.float32]) -> ReferenceFile:
     """Stores a reference for workers."""
     data = np.ascontiguousarray(data, np.float32)
-    temporary = path.with_name(path.name + ".part")
-    with open(temporary, "wb") as handle:
+    with whole_file(path) as handle:
         np.save(handle, data)
-    temporary.replace(path)
     return ReferenceFile(path, array_digest(data))
 
 

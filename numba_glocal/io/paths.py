@@ -6,7 +6,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -110,4 +110,5 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error.strerror or error})") from error
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):  # a file system that can only be read refuses this too, and would hide the error
+            beside.unlink(missing_ok=True)

@@ -44,9 +44,7 @@ def tiny(tiny_source, tmp_path):
 @pytest.fixture
 def invoke(monkeypatch):
     """Runs `numba-glocal ...` here, without worker processes."""
-    monkeypatch.setattr(
-        running, "make_executor", lambda *_, initializer, initargs, **__: SerialExecutor(initializer=initializer, initargs=initargs)
-    )
+    monkeypatch.setattr(running, "make_executor", lambda *_, initializer, initargs, **__: SerialExecutor(initializer=initializer, initargs=initargs))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # these tests are about the CPU, wherever they run
     log = logging.getLogger("numba_glocal")
     console.set_verbosity(console.Verbosity.NORMAL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import tomllib
 
 import gemmi
@@ -124,7 +125,71 @@ def test_resume_refuses_another_science(tiny, align, invoke, no_report):
     assert result.exit_code == 2 and "truth.star" in result.stderr
     tiny.list.write_text((tiny.folder / "truth.star").read_text())
     result = invoke("align", "-o", run, "--resume", "--iterations", 2)
-    assert result.exit_code == 2 and "start.star has changed" in result.stderr
+    assert result.exit_code == 2 and "list has changed" in result.stderr and "start.star" in result.stderr
+
+
+def test_resume_refuses_halves_that_would_mix(tiny, align, invoke, no_report):
+    """An edited job file or list must not move particles from one half to the other in the middle of a run."""
+    assert align(iterations=1).exit_code == 0
+    run, job = tiny.folder.parent / "run", tiny.folder.parent / "run" / "job.toml"
+    before = job.read_text()
+    for old, new, word in (('split = "file"', 'split = "particle"', "half-sets"), ("binning = 1.0", "binning = 1.5", "--binning")):
+        assert old in before
+        job.write_text(before.replace(old, new))
+        result = invoke("align", "-o", run, "--resume", "--iterations", 2)
+        assert result.exit_code == 2 and word in result.stderr and not (run / "iter_002").exists()
+
+
+def test_resume_may_ask_for_fewer_iterations_than_before(tiny, align, invoke, no_report):
+    """A run of 3 that was stopped after 2, and is to end there."""
+    assert align(iterations=3).exit_code == 0
+    run, whole = tiny.folder.parent / "run", tiny.folder.parent / "whole"
+    shutil.rmtree(run / "iter_003")
+    for name in (*FINAL, "summary.json"):
+        (run / name).unlink(missing_ok=True)
+    assert invoke("align", "-o", run, "--resume", "--iterations", 2).exit_code == 0
+    start = ["--reference", tiny.reference, "--particle-diameter", 200]
+    assert invoke("align", tiny.list, "-o", whole, *start, "--iterations", 2).exit_code == 0
+    for name in ("average.mrc", "half1.mrc"):
+        assert np.array_equal(*(mrcfile.read(folder / name) for folder in (run, whole)))
+    assert (run / "particles.star").read_bytes() == (whole / "particles.star").read_bytes()
+
+
+def test_an_extended_run_stopped_at_its_end_is_finished_by_resume(tiny, align, invoke, no_report):
+    """More iterations for a finished run, stopped between the last of them and the results: those are not left as they were."""
+    assert align(iterations=1).exit_code == 0
+    run = tiny.folder.parent / "run"
+    old = {name: (run / name).read_bytes() for name in ("particles.star", "summary.json")}
+    assert invoke("align", "-o", run, "--resume", "--iterations", 2).exit_code == 0
+    new = (run / "particles.star").read_bytes()
+    for name, data in old.items():
+        (run / name).write_bytes(data)
+    assert invoke("align", "-o", run, "--resume").exit_code == 0
+    assert (run / "particles.star").read_bytes() == new != old["particles.star"]
+    result = invoke("align", "-o", run, "--resume")
+    assert result.exit_code == 2 and "already has 2" in result.stderr
+
+
+def test_resume_from_another_folder(tiny, invoke, no_report, monkeypatch):
+    """Names in job.toml are meant from where the run was started."""
+    monkeypatch.chdir(tiny.folder)
+    start = ["--reference", "reference.mrc", "--particle-diameter", 200, "--iterations", 1]
+    assert invoke("align", "start.star", "-o", "../run", *start).exit_code == 0
+    monkeypatch.chdir(tiny.folder.parent)
+    for iterations in (2, 3):  # the second time the run has been in both folders
+        result = invoke("align", "-o", "run", "--resume", "--iterations", iterations)
+        assert result.exit_code == 0, result.output
+
+
+def test_every_shift_at_its_limit(tiny, align):
+    """All alike but for rounding: still a run with a report."""
+    result = align("--max-shift", 1e-3, iterations=1)
+    assert result.exit_code == 0 and (tiny.folder.parent / "run" / "report.html").exists(), result.output
+
+
+def test_average_does_not_call_itself_align(tiny, invoke, no_report):
+    assert invoke("average", tiny.list, "-o", tiny.folder.parent / "run").exit_code == 0
+    assert "align" not in (tiny.folder.parent / "run" / "job.toml").read_text().splitlines()[0]
 
 
 def test_start_from_the_given_poses(tiny, invoke, no_report):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from numba_glocal import __version__
 from numba_glocal.cli import console
 from numba_glocal.cli.main import COMMANDS, main
 from numba_glocal.errors import ListError, WorkerError
+
+CALL = "from numba_glocal.cli.main import main; main()"
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +71,28 @@ def test_the_unexpected_is_one_line_that_names_the_file_with_the_traceback(run, 
     match = re.fullmatch(r"numba-glocal: unexpected error: ZeroDivisionError: division by zero \(the traceback is in (.*)\)\n", done.stderr)
     text = open(match.group(1)).read()
     assert "in body" in text and __version__ in text
+
+
+@pytest.mark.parametrize("number, code", [(errno.ENOSPC, 2), (errno.EROFS, 2), (errno.EACCES, 2), (errno.EBADF, 1)])
+def test_a_disk_that_refuses_is_one_line(number, code, run, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    done = run(raising(OSError(number, os.strerror(number), "run/half1.mrc")))
+    assert done.exit_code == code and len(done.stderr.splitlines()) == 1
+    assert (f"error: run/half1.mrc: {os.strerror(number)}\n" in done.stderr) == (code == 2)
+
+
+@pytest.mark.parametrize("redirection", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_streams_do_not_end_a_command(redirection):
+    done = subprocess.run(f"{sys.executable} -c '{CALL}' devices {redirection}", shell=True, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_that_the_terminal_cannot_show_are_escaped(tmp_path):
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-c", CALL, "mask", "sphere", "--diameter", "80", "--box", "16", "--pixel-size", "10"]
+    done = subprocess.run([*command, "-o", str(tmp_path / "mäsk.mrc")], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "m\\xe4sk.mrc" in done.stdout, done.stderr
+    assert (tmp_path / "mäsk.mrc").exists()
 
 
 def test_tracebacks_go_to_the_log_of_the_run(run, tmp_path):

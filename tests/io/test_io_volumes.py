@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
+import os
 import struct
 import time
 import warnings
+from pathlib import Path
 
 import mrcfile
 import numpy as np
@@ -274,6 +277,16 @@ def test_writing_is_whole_or_nothing(tmp_path, monkeypatch):
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
     with pytest.raises(GlocalError, match="cannot be written"):
         write_volume(tmp_path / "none/out.mrc", Volume(np.ones((2, 2, 2), np.float32), 2.0))
+
+
+def test_a_file_system_that_can_only_be_read_is_named(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "x")
+
+    monkeypatch.setattr("numba_glocal.io.paths.open", refuse, raising=False)
+    monkeypatch.setattr(Path, "unlink", refuse)  # there even what is missing cannot be removed
+    with pytest.raises(InputError, match="m.mrc: cannot be written .Read-only"):
+        write_volume(tmp_path / "m.mrc", Volume(np.ones((4, 4, 4), np.float32), 2.0))
 
 
 def test_survey(tmp_path):
