@@ -20,10 +20,10 @@ import numpy as np
 from numba import cuda, float32
 
 from numba_glocal.backends import lines
-from numba_glocal.backends.cuda import gemm, kernels
+from numba_glocal.backends.cuda import kernels
 from numba_glocal.backends.cuda.backend import _ball_radius2, _Transform, den_products, device_name
 from numba_glocal.backends.cuda.search import coefficient_table, launch, shift_groups
-from numba_glocal.backends.cuda.tensor import TensorSearch, Weighting, cheaper
+from numba_glocal.backends.cuda.tensor import TensorSearch, Weighting, available
 from numba_glocal.fourier import grid_band, max_band, padded_offset
 from numba_glocal.geometry import rotvec_to_matrix
 from numba_glocal.noise import TABLE_SIZE
@@ -188,7 +188,9 @@ def case(
         den_products(powers, den_weight, den)
 
     build()
-    tensor = TensorSearch.make(band, cube, box, templates, powers, n_rotations, np.full(box, 1e-3, np.float32)) if gemm.available() else None
+    tensor = None
+    if available():
+        tensor = TensorSearch.make(band, cube, _ball_radius2(cube), box, templates, powers, n_rotations, np.full(box, 1e-3, np.float32))
 
     def product() -> None:
         assert tensor is not None
@@ -218,7 +220,7 @@ def case(
             "same_best_rotation": round(float((other.argmax(1) == line_best.argmax(1)).mean()), 4),
             "same_shift": round(float((other_shift == line_shift).mean()), 4),
         }
-    chosen_way = "tensor" if tensor is not None and cheaper(band, cube.steps, len(cube.inside), n_rotations, part) else "line"
+    chosen_way = "tensor" if tensor is not None else "line"
     steps = {
         "turn": milliseconds(turn),
         "search": ways[chosen_way],

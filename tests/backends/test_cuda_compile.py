@@ -9,7 +9,7 @@ import pytest
 cuda = pytest.importorskip("numba.cuda")
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from numba import float32, float64, int16, int32, int64  # noqa: E402
+from numba import float32, float64, int16, int32, int64, uint64  # noqa: E402
 
 try:
     from numba_glocal.backends.cuda import kernels, search
@@ -64,9 +64,10 @@ SIGNATURES = {
     ),
     "residual_power": (f, n, n, float32, f, n, i32, i32, int16[::1], *WEIGHTS, i32, i32, i32, f, f, f, f2, f2, f3, f3, f3),
     "column_scales": (f2, f, n, f),
-    "half_columns": (f2, f, f, n, float16[::1]),
-    "half_templates": (f, n, i32, f, f2, n, n, n, float32, n, float16[::1]),
-    "best_of_tile": (f, n, n, n, n, i32, f, float32, n, f2, f2, f2, i2),
+    "pack_rotated": (f, n, i32, f, n, float32, float16[::1]),
+    "pack_columns": (f, n, i32, f, f, f, f, float16[::1]),
+    "clear_best": (uint64[:, ::1],),
+    "unpack_best": (uint64[:, ::1], f2, i2),
     "insert": (int64[:, ::1], n, n, f, n, i32, i32, int16[::1], *WEIGHTS, i32, f2, i32, f, f2, f2),
 }
 SEARCH = (f, f, i64, i64, i64, f, n, n, n, n, i2, n, f2, f2, f2, i2)

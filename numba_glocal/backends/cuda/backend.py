@@ -27,7 +27,7 @@ from ..interpolation import interpolation_curvature
 from ..protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, WeightedSum, no_candidates
 from . import gemm, kernels
 from .search import TILE_ROTATIONS, coefficient_table, launch, shift_groups
-from .tensor import TensorSearch, Weighting, cheaper
+from .tensor import TensorSearch, Weighting, available
 
 _STOP_ANGLE_DEG = 0.02
 _STOP_SHIFT_ANGST = 0.02
@@ -434,7 +434,7 @@ class CUDASearchSession:
         self._by_shell: tuple[_BandOnDevice, Any] | None = None
         self._templates: ByteCache = ByteCache(int(backend.memory_bytes * 0.1))
         self._lines: dict[float, tuple[Any, ...]] = {}
-        self._tensor: dict[Hashable, TensorSearch] = {}
+        self._tensor: ByteCache = ByteCache(int(backend.memory_bytes * 0.1))
         self._slots: NDArray[np.int32] = np.zeros(0, np.int32)
         self._kinds: NDArray[np.int32] = np.zeros(0, np.int32)
         self._usable: NDArray[np.bool_] = np.zeros(0, bool)
@@ -647,7 +647,7 @@ class CUDASearchSession:
         device_multiplier, device_bias = cuda.to_device(multiplier), cuda.to_device(bias)
         best = cuda.device_array((items, rotations), np.float32)
         best_shift = cuda.device_array((items, rotations), np.int32)
-        tensor = self._tensor_search(level, band, cube, templates, powers, items)
+        tensor = self._tensor_search(level, band, cube, templates, powers)
         if tensor is not None:
             tensor.run(columns_2d, items, Weighting(weighted, device_multiplier, device_bias), best, best_shift)
         else:
@@ -711,18 +711,17 @@ class CUDASearchSession:
         result.shifts_angst[at] = start_angst[item] + np.einsum("wij,wj->wi", start_rotations[item], offset_angst)
         result.scores[at] = found[where]
 
-    def _tensor_search(
-        self, level: SearchLevel, band: lines.LineBand, cube: lines.ShiftCube, templates: Any, powers: Any, items: int
-    ) -> TensorSearch | None:
-        """The level's matrix product, where it is allowed and pays."""
-        n_rotations = len(level.rotations)
-        if self.backend.precision != "half" or not cheaper(band, cube.steps, len(cube.inside), n_rotations, items):
+    def _tensor_search(self, level: SearchLevel, band: lines.LineBand, cube: lines.ShiftCube, templates: Any, powers: Any) -> TensorSearch | None:
+        """The level on the tensor cores, where half precision is allowed and the GPU has them."""
+        if self.backend.precision != "half" or not available():
             return None
         key = (level.rotations.tobytes(), band.k_max, cube.steps, cube.step_voxels)
-        if key not in self._tensor:
-            host_sigma2 = self.setup.noise.inverse_sigma2()
-            self._tensor[key] = TensorSearch.make(band, cube, self._n, templates, powers, n_rotations, host_sigma2)
-        return self._tensor[key]
+        found = self._tensor.get(key)
+        if found is None:
+            inverse_sigma2 = self.setup.noise.inverse_sigma2()
+            found = TensorSearch.make(band, cube, _ball_radius2(cube), self._n, templates, powers, len(level.rotations), inverse_sigma2)
+            self._tensor.put(key, found, found.bytes_held)
+        return found
 
     # -- normalisations ----------------------------------------------------------------------------------------------
 
@@ -953,7 +952,7 @@ class CUDASearchSession:
         """Drops templates and reference; the pool stays with the backend."""
         self._templates = ByteCache(0)
         self._lines = {}
-        self._tensor = {}
+        self._tensor = ByteCache(0)
         self._host = None
 
 

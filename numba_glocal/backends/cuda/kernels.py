@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import cuda, float32, float64, int32
+from numba import cuda, float32, float64, int32, int64, uint64
 
-from .vector import load2, load4, store_half4
+from .vector import bits_float, float_bits, load2, load4, store_half4
 
 N_SUMS = 29
 REFINE_THREADS = 256
@@ -1006,97 +1006,104 @@ def column_scales(columns, root, size, out):
 
 
 @_jit
-def half_columns(columns, root, scales, depth, out):
-    """Columns in half precision, whitened by `root` and scaled to unit root mean square; a thread a pair of samples.
-
-    Parameters
-    ----------
-    columns : (w, size) float32, root : (size // 2,) float32, scales : (w,) float32
-    depth : int
-        Length of a row of `out`, at least size; the rest is left alone.
-    out : (w * depth,) float16
-    """
-    i, w = cuda.grid(1), cuda.blockIdx.y
-    if i < root.shape[0] // 2:
-        a, b = scales[w] / root[2 * i], scales[w] / root[2 * i + 1]
-        store_half4(out, w * depth + 4 * i, a * columns[w, 4 * i], a * columns[w, 4 * i + 1], b * columns[w, 4 * i + 2], b * columns[w, 4 * i + 3])
-
-
-@_jit
-def half_templates(templates, n_pairs, lattice, root, turns, first, n_shifts, n_rotations, scale, depth, out):
-    """Rotated *and* shifted references in half precision: rows ``(shift - first) * n_rotations + rotation``.
+def pack_rotated(templates, n_pairs, pair, root, n_rotations, scale, out):
+    """Rotated references as fragments for the tensor cores, in half precision (`tensor`); a thread a place and rotation.
 
     Parameters
     ----------
     templates : as `fill_templates` leaves them.
-    lattice : (2 p * 3,) int32
-        n = (x, y, z) of every sample.
+    n_pairs : int
+    pair : (places,) int32
+        Pair of every place, -1 for padding.
     root : (2 p,) float32
-    turns : (shifts, 3) float32
-        ``step m / box`` of every trial shift: a sample's phase is ``-2 pi n.turns``.
-    first, n_shifts : int
-        Shifts of this tile.
+        Square root of 1 / sigma2 at every sample.
+    n_rotations : int
+        Those beyond, up to a whole tile of sixteen, are set to 0.
     scale : float32
-    depth : int
-        Length of a row.
-    out : (rows * depth,) float16
+    out : float16
+        ``[rotations / 16][chunk][lane][rotation g: +z, -z; rotation g + 8: +z, -z]``.
     """
     i, a = cuda.grid(1), cuda.blockIdx.y
-    if i >= n_pairs:
+    if i >= pair.shape[0]:
         return
-    r0, i0, r1, i1 = load4(templates, (((a // 16) * n_pairs + i) * 16 + a % 16) * 4)
-    u, v = scale * root[2 * i], scale * root[2 * i + 1]
-    r0, i0, r1, i1 = u * r0, u * i0, v * r1, v * i1
-    x, y, z = float32(lattice[6 * i]), float32(lattice[6 * i + 1]), float32(lattice[6 * i + 2])
-    for t in range(n_shifts):
-        flat = x * turns[first + t, 0] + y * turns[first + t, 1]
-        along = z * turns[first + t, 2]
-        p, q = flat + along, flat - along
-        p -= math.floor(p + float32(0.5))
-        q -= math.floor(q + float32(0.5))
-        p, q = float32(-2.0 * math.pi) * p, float32(-2.0 * math.pi) * q
-        cp, sp, cq, sq = math.cos(p), math.sin(p), math.cos(q), math.sin(q)
-        store_half4(out, (t * n_rotations + a) * depth + 4 * i, r0 * cp - i0 * sp, r0 * sp + i0 * cp, r1 * cq - i1 * sq, r1 * sq + i1 * cq)
+    r0, i0, r1, i1 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+    j = pair[i]
+    if j >= 0 and a < n_rotations:
+        r0, i0, r1, i1 = load4(templates, (((a // 16) * n_pairs + j) * 16 + a % 16) * 4)
+        u, v = scale * root[2 * j], scale * root[2 * j + 1]
+        r0, i0, r1, i1 = u * r0, u * i0, v * r1, v * i1
+    chunks = pair.shape[0] // 4
+    lane = (a % 8) * 4 + i % 4
+    store_half4(out, ((((a // 16) * chunks + i // 4) * 32 + lane) * 2 + (a % 16) // 8) * 4, r0, i0, r1, i1)
 
 
 @_jit
-def best_of_tile(products, items, first, n_shifts, n_rotations, shift_rows, scales, factor, weighted, multiplier, bias, best, best_shift):
-    """Running best over the shifts of a tile; a thread a work item and rotation, items side by side.
+def pack_columns(columns, row, pair, depth, root, scales, angles, out):
+    """Particles' columns, whitened, scaled and shifted along z, as fragments in half precision; a warp a chunk of eight particles.
 
     Parameters
     ----------
-    products : (rows * items,) float32
-        Row ``t * n_rotations + a``; `items` includes padding.
-    first, n_shifts : int
-        Shifts of the tile; with `first` 0 the best starts anew.
-    shift_rows : (shifts,) int32
-        Row of the shift cube of each trial shift.
-    scales : (w,) float32, factor : float32
-        What the columns and the templates were multiplied by.
-    weighted, multiplier, bias : as in the search kernels.
-    best : (w, a) float32, best_shift : (w, a) int32
+    columns : (w * row,) float32
+    row : int
+        4 p.
+    pair : (places,) int32
+        Pair of every place, -1 for padding.
+    depth : (places,) float32
+        z of a pair.
+    root : (2 p,) float32, scales : (w,) float32
+    angles : (planes,) float32
+        ``2 pi step tz / box`` of the grid's third axis.
+    out : float16
+        ``[plane][particles / 8][chunk][lane][tile of four particles][+z, -z]``, lanes ``4 (2 particle + part) + pair``; part 1 gives the
+        imaginary part of conj(F) Y.
     """
-    w, a = cuda.grid(1), cuda.blockIdx.y
-    if w >= best.shape[0]:
+    tile, chunk, lane = cuda.blockIdx.y, cuda.blockIdx.x * 4 + cuda.threadIdx.x // 32, cuda.threadIdx.x % 32
+    chunks = pair.shape[0] // 4
+    if chunk >= chunks:
         return
-    top, where = float32(-1e38), int32(-1)
-    if first > 0:
-        top, where = best[w, a], best_shift[w, a]
-    back = float32(1.0) / (scales[w] * factor)
-    for t in range(n_shifts):
-        value = products[(t * n_rotations + a) * items + w] * back
-        row = shift_rows[first + t]
-        if weighted:
-            value = value * multiplier[w, row] + bias[w, row]
-        if value > top:
-            top, where = value, row
-    best[w, a] = top
-    best_shift[w, a] = where
+    half, p, within = lane % 2, (lane // 2) % 4, lane // 8
+    w = tile * 8 + half * 4 + within
+    j = pair[chunk * 4 + p]
+    r0, i0, r1, i1 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+    if w < scales.shape[0] and j >= 0:
+        r0, i0, r1, i1 = load4(columns, w * row + 4 * j)
+        u, v = scales[w] / root[2 * j], scales[w] / root[2 * j + 1]
+        r0, i0, r1, i1 = u * r0, u * i0, v * r1, v * i1
+    turns = angles[cuda.blockIdx.z] * depth[chunk * 4 + p] * float32(0.5 / math.pi)
+    turns -= math.floor(turns + float32(0.5))
+    phase = float32(2.0 * math.pi) * turns
+    cos, sin = math.cos(phase), math.sin(phase)
+    # half precision elements: a lane holds 8, its tile 4 of them
+    at = (((cuda.blockIdx.z * cuda.gridDim.y + tile) * chunks + chunk) * 32 + 8 * within + p) * 8 + half * 4
+    # +z turns by the phase, -z back by it
+    ar, ai, br, bi = r0 * cos - i0 * sin, i0 * cos + r0 * sin, r1 * cos + i1 * sin, i1 * cos - r1 * sin
+    store_half4(out, at, ar, ai, br, bi)
+    store_half4(out, at + 32, ai, -ar, bi, -br)
+
+
+@_device
+def ordered_score(value, row):
+    """A score and its row as one number that grows with the score; of equal scores the lower row is the larger number."""
+    bits = int64(float_bits(value))
+    ordered = bits ^ 0xFFFFFFFF if bits < 0 else bits | 0x80000000
+    return uint64(((ordered & 0xFFFFFFFF) << 32) | (0x7FFFFFFF - row))
 
 
 @_jit
-def clear(array):
-    """Zeroes a flat array; a thread an element."""
-    i = cuda.grid(1)
-    if i < array.shape[0]:
-        array[i] = 0
+def clear_best(found):
+    """Nothing found yet; one thread an entry of (w, a)."""
+    a, w = cuda.grid(1), cuda.blockIdx.y
+    if a < found.shape[1]:
+        found[w, a] = 0
+
+
+@_jit
+def unpack_best(found, best, best_shift):
+    """Scores (w, a) float32 and rows of the shift cube (w, a) int32 from `ordered_score`."""
+    a, w = cuda.grid(1), cuda.blockIdx.y
+    if a < found.shape[1]:
+        number = int64(found[w, a])
+        ordered = (number >> 32) & 0xFFFFFFFF
+        bits = ordered ^ 0x80000000 if ordered >= 0x80000000 else ordered ^ 0xFFFFFFFF
+        best[w, a] = bits_float(int32(bits))
+        best_shift[w, a] = int32(0x7FFFFFFF - (number & 0xFFFFFFFF))

@@ -10,18 +10,14 @@ file in the JIT cache, from where Numba loads it, and its compiled form, like an
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import os
-import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba.core import config
 from numpy.typing import NDArray
+
+from .written import Text, allow_shared, written_function
 
 TILE_ROTATIONS = 16
 """Rotations of a block: templates are stored in blocks of this many."""
@@ -149,17 +145,6 @@ def _fits(group: ShiftGroup) -> bool:
     return in_registers <= _REGISTER_SUMS and group.n_sums * 128 * 4 <= _SHARED_BYTES - _COEFFICIENT_BYTES
 
 
-class _Text:
-    """Lines of code and their depth."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.depth = 0
-
-    def __call__(self, line: str, deeper: int = 0) -> None:
-        self.lines.append("    " * (self.depth + deeper) + line)
-
-
 def kernel_source(group: ShiftGroup) -> str:
     """Python text of a group's kernel, with a name for every sum.
 
@@ -171,7 +156,7 @@ def kernel_source(group: ShiftGroup) -> str:
     """
     steps, rows, stride = group.steps, group.z_rows, coefficient_stride(group.steps)
     z_steps = range(group.count)
-    text = _Text()
+    text = Text()
     for line in (
         "from numba import cuda, float32",
         "",
@@ -315,27 +300,13 @@ def kernel_source(group: ShiftGroup) -> str:
     text.depth = 2
     text("best[particle, rotation] = top_value")
     text("best_shift[particle, rotation] = where")
-    return "\n".join(text.lines) + "\n"
+    return str(text)
 
 
 @lru_cache(maxsize=64)
 def search_kernel(group: ShiftGroup) -> Any:
-    """The kernel of a group, from its text in the JIT cache."""
-    source = kernel_source(group)
-    digest = hashlib.blake2b(source.encode(), digest_size=8).hexdigest()
-    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or tempfile.gettempdir()) / "numba-glocal-kernels"
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"search_{group.steps}_{group.first}_{digest}"
-    path = folder / f"{name}.py"
-    if not path.exists() or path.read_text() != source:
-        temporary = folder / f".{name}.{os.getpid()}"
-        temporary.write_text(source)
-        os.replace(temporary, path)
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.search
+    """The kernel of a group."""
+    return written_function(kernel_source(group), f"search_{group.steps}_{group.first}", "search")
 
 
 def coefficient_table(steps: int, step_voxels: float, box_size: int, top: int) -> NDArray[np.float32]:
@@ -360,23 +331,5 @@ def launch(group: ShiftGroup, top: int, n_rotations: int, n_particles: int, argu
     kernel = search_kernel(group)
     threads = threads or group.threads(top)
     shared = group.shared_bytes(threads, top)
-    if shared > _UNASKED_BYTES and not config.ENABLE_CUDASIM:
-        _allow_shared(kernel, arguments, shared)
+    allow_shared(kernel, arguments, shared)
     kernel[group.grid(n_rotations, n_particles, threads), threads, 0, shared](*arguments)
-
-
-_UNASKED_BYTES = 48 << 10
-_allowed: dict[Any, int] = {}
-
-
-def _allow_shared(kernel: Any, arguments: tuple[Any, ...], shared_bytes: int) -> None:
-    """Raises a kernel's limit of dynamic shared memory; Numba has no option for it."""
-    if _allowed.get(id(kernel), 0) >= shared_bytes:
-        return
-    from numba.cuda.cudadrv.driver import binding, driver
-
-    compiled = kernel.compile(tuple(kernel.typeof_pyval(argument) for argument in arguments))
-    function = compiled._codelibrary.get_cufunc()
-    attribute = binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    driver.cuKernelSetAttribute(attribute, shared_bytes, function.handle, function.device.id)
-    _allowed[id(kernel)] = shared_bytes

@@ -1,26 +1,48 @@
-"""The search as one matrix product on the tensor cores (docs/scoring.md, 3; docs/adr/0008).
+"""The search on the tensor cores, in half precision: the lines of `numba_glocal.backends.lines`, summed by small matrix products.
 
-Rotated and shifted references are rows, turned particles columns, and cuBLAS multiplies them in half precision. That is twelve times
-the arithmetic of the line kernel (`search`) on units that do it more than twenty times faster; but the templates must be written for every
-shift, so it pays for many particles. `cheaper` decides. What is found is refined in single precision afterwards.
+For one step of the trial shifts along z, the sums along a line of the band,
+
+    G(y, x) = sum over z of conj(F_L) Y exp(2 pi i z tz),
+
+are a matrix product: rotations by particles, with the line's samples as the common depth. A warp forms it for 16 rotations and 8
+particles with ``mma.m16n8k16`` and folds it at once, in registers, into the sums of all trial shifts (tx, ty) of a disc. So neither
+shifted templates nor products ever go to memory, few particles cost no more than many, and a result does not depend on what else is in
+the batch (docs/adr/0009).
+
+Operands are stored in the order in which a warp's lanes take them ("fragments"): four pairs of samples make a chunk of depth 16; lane
+``4 g + p`` holds pair p of rotations g and g + 8, and of particles' columns g of two tiles of eight columns (real and imaginary part of
+four particles each). A line is padded to whole chunks.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numba import cuda
+from numba.core import config
 from numpy.typing import NDArray
 
 from .. import lines
-from . import gemm, kernels
+from . import kernels
+from .written import Text, allow_shared, written_function
 
-_TILE_BYTES = 3 << 30
-_WRITE_BYTES_PER_US = 1.5e6
-_HALF_FLOPS_PER_US = 6.0e8
-_LINE_OPERATIONS_PER_US = 5.5e6
+_PAIRS = 4
+_ROTATIONS = 16
+_ITEMS = 8
+_WORDS = 128  # of a fragment: 32 lanes of 4
+_SUMS = 29
+"""Sums over the band that a thread keeps for each of its two rotations and two particles: the disc of radius 3 has as many."""
+
+_WARPS = (4, 3)
+"""Warps of a block along rotations and along particles: they share what they load through the cache."""
+
+_NESTED = (1, 9, 21, _SUMS)
+_STAGES = 3
+_COLUMN_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +54,344 @@ class Weighting:
     bias: Any
 
 
-def padded(size: int) -> int:
-    """`size` up to a multiple of what the tensor cores like."""
-    return -(-size // gemm.ALIGNMENT) * gemm.ALIGNMENT
+@lru_cache(maxsize=1)
+def available() -> bool:
+    """Whether this process's GPU has the tensor cores' instruction: compute capability 8.0 or later."""
+    return not config.ENABLE_CUDASIM and tuple(cuda.get_current_device().compute_capability) >= (8, 0)
 
 
-def cheaper(band: lines.LineBand, steps: int, n_shifts: int, n_rotations: int, items: int) -> bool:
-    """Whether the product should be faster than the line kernel, by rates measured on one H200 (benchmarks/cuda_steps.py)."""
-    if not gemm.available():
-        return False
-    depth = padded(4 * band.n_pairs)
-    rows = n_rotations * n_shifts
-    product_us = rows * depth * 2 / _WRITE_BYTES_PER_US + 2.0 * rows * depth * padded(items) / _HALF_FLOPS_PER_US
-    line_us = items * n_rotations * band.n_pairs * (18.0 + 6.0 * steps) / _LINE_OPERATIONS_PER_US
-    return product_us < line_us
+# -- trial shifts of one step along z ----------------------------------------------------------------------------------
+
+
+def quadrants(largest2: float) -> list[tuple[int, int]]:
+    """(|tx|, |ty|) with ``tx^2 + ty^2 <= largest2``, nearest first."""
+    top = int(np.sqrt(largest2))
+    return sorted(
+        ((x, y) for x in range(top + 1) for y in range(top + 1) if x * x + y * y <= largest2 + 1e-9), key=lambda e: (e[0] ** 2 + e[1] ** 2, e)
+    )
+
+
+def n_shifts(entry: tuple[int, int]) -> int:
+    """Trial shifts, and sums, of an entry: those with either sign of tx and ty."""
+    return (2 if entry[0] else 1) * (2 if entry[1] else 1)
+
+
+def disc_groups(largest2: float) -> list[tuple[tuple[int, int], ...]]:
+    """Entries of a disc dealt out to kernels. Few different groups occur, so that few kernels are compiled: groups may reach beyond the disc.
+
+    Returns
+    -------
+    list of tuples
+        The first is a small disc or the largest that a kernel holds; the others follow it outwards, whole.
+    """
+    wanted = quadrants(largest2)
+    total = sum(map(n_shifts, wanted))
+    whole = quadrants(2.0 * (lines.MAX_SHIFT_STEPS + 1) ** 2)
+    size = next((size for size in _NESTED if size >= total), _SUMS)
+    groups: list[tuple[tuple[int, int], ...]] = []
+    taken, at = 0, 0
+    while taken < total:
+        room, group = (size if not groups else _SUMS), []
+        while at < len(whole) and n_shifts(whole[at]) <= room:
+            room -= n_shifts(whole[at])
+            group.append(whole[at])
+            at += 1
+        groups.append(tuple(group))
+        taken += sum(n_shifts(entry) for entry in group)
+    return groups
+
+
+def entry_table(group: tuple[tuple[int, int], ...], steps: int) -> NDArray[np.float32]:
+    """Every trial shift of a group, (shifts, 8): place of its first sum, number of further ones, their three signs, row of (tx, ty), radius^2.
+
+    Rows of the shift cube have the order 0, +1, -1, +2, -2 .. along each axis; the row is that at z step 0.
+    """
+    width, rows, place = 2 * steps + 1, [], 0
+    for x, y in group:
+        signs_x, signs_y = ((1, -1) if x else (1,)), ((1, -1) if y else (1,))
+        for sx, sy in itertools.product(signs_x, signs_y):
+            # num = cx cy Sr - sy cx Di - sx cy Si - sx sy Dr, of which a group keeps the four sums apart
+            if x and y:
+                signs = (-sy, -sx, -sx * sy)
+            else:
+                signs = (-(sx if x else sy), 0, 0)
+            row_x, row_y = (2 * x - 1 if sx > 0 else 2 * x) if x else 0, (2 * y - 1 if sy > 0 else 2 * y) if y else 0
+            outside = x > steps or y > steps
+            rows.append((place, n_shifts((x, y)) - 1, *signs, (row_x * width + row_y) * width, 1e9 if outside else x * x + y * y, 0))
+        place += n_shifts((x, y))
+    return np.array(rows, np.float32)
+
+
+def coefficient_count(group: tuple[tuple[int, int], ...]) -> int:
+    """Floats of a row of `coefficients`: padded to whole loads of four."""
+    return max(4, -(-(sum(map(n_shifts, group)) - ((0, 0) in group)) // 4) * 4)
+
+
+def coefficients(group: tuple[tuple[int, int], ...], units: NDArray[np.int32], angle: float) -> NDArray[np.float32]:
+    """What the sums of a unit (a pair of lines at +y and -y) are multiplied by, (units, `coefficient_count`).
+
+    Parameters
+    ----------
+    units : (u, 6) int32
+        Columns 4 and 5 are x and y.
+    angle : float
+        ``2 pi step / box``.
+    """
+    table = np.zeros((len(units), coefficient_count(group)), np.float32)
+    x, y = units[:, 4].astype(np.float64), units[:, 5].astype(np.float64)
+    at = 0
+    for tx, ty in group:
+        cx, sx, cy, sy = np.cos(angle * tx * x), np.sin(angle * tx * x), np.cos(angle * ty * y), np.sin(angle * ty * y)
+        if tx and ty:
+            values = [cx * cy, cx * sy, sx * cy, sx * sy]
+        elif tx:
+            values = [cx, sx]
+        elif ty:
+            values = [cy, sy]
+        else:
+            values = []
+        for value in values:
+            table[:, at] = value
+            at += 1
+    return table
+
+
+# -- the band in chunks ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A `lines.LineBand` whose lines are padded to whole chunks of four pairs.
+
+    Attributes
+    ----------
+    pair : (4 chunks,) int32
+        Pair of every place; -1 for padding.
+    units : (u, 6) int32
+        First chunk, chunks of a line, whether there is a line at -y too (in the chunks that follow), 0, x, y.
+    """
+
+    pair: NDArray[np.int32]
+    units: NDArray[np.int32]
+
+    @property
+    def count(self) -> int:
+        """Number of chunks."""
+        return len(self.pair) // _PAIRS
+
+
+def chunks_of(band: lines.LineBand) -> Chunks:
+    """Pads the lines of a band."""
+    length = -(-band.line_length // _PAIRS)
+    first = np.concatenate([[0], np.cumsum(length)])
+    pair = np.full(int(first[-1]) * _PAIRS, -1, np.int32)
+    for number, start in enumerate(band.line_start):
+        at = int(first[number]) * _PAIRS
+        pair[at : at + band.line_length[number]] = np.arange(start, start + band.line_length[number])
+    units = []
+    for x in range(len(band.plane_start) - 1):
+        for y, number in enumerate([band.plane_start[x], *range(band.plane_start[x] + 1, band.plane_start[x + 1], 2)]):
+            units.append((first[number], length[number], int(y > 0), 0, x, y))
+    return Chunks(pair, np.array(units, np.int32))
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def kernel_source(group: tuple[tuple[int, int], ...], warps: tuple[int, int] = _WARPS) -> str:
+    """Python text of the kernel of a group of trial shifts.
+
+    The function is ``search(rotated, columns, column_size, units, coefficients, chunks, row_tiles, item_tiles, entries, first_row, largest2,
+    scales, factor, weighted, multiplier, bias, best)``: `rotated` and `columns` are fragments as int32, those of the z steps of the grid's
+    third axis `column_size` words apart; `units` (u * 2) int32 with chunks of a line and whether there is a line at -y;
+    `first_row` (z) int32 and `largest2` (z) float32 are each z step's row of the shift cube and squared radius of its disc; `best` (w, a)
+    uint64 as `kernels.unpack_best` reads it; the rest as in `TensorSearch.run`.
+
+    A block's warps share what they multiply: its tiles of rotations and particles come through shared memory, as many chunks at a time as
+    the block has warps, and the copies of two such stages are on their way while one is used.
+    """
+    sums = [f"{x}_{y}_{part}" for x, y in group for part in range(n_shifts((x, y)))]
+    stride = coefficient_count(group)
+    depth = warps[0] * warps[1]
+    threads, tiles = depth * 32, warps[0] + warps[1]
+    stage = tiles * depth * _WORDS
+    text = Text()
+    for line in (
+        "from numba import cuda, float32, int32, int64, uint64",
+        "",
+        "from numba_glocal.backends.cuda.kernels import ordered_score",
+        "from numba_glocal.backends.cuda.vector import copies_end_group, copy_async, jit_for_blocks, load4, load_words4, multiply_tile",
+        "from numba_glocal.backends.cuda.vector import wait_all_but_one_group, wait_all_groups",
+        "",
+        "",
+        f"@jit_for_blocks({threads}, 1)",
+        "def search(rotated, columns, column_size, units, coefficients, chunks, row_tiles, item_tiles, entries, first_row, largest2, scales,",
+        "           factor, weighted, multiplier, bias, best):",
+    ):
+        text(line)
+    text.depth = 1
+    text("words, shared = cuda.shared.array(0, int32), cuda.shared.array(0, float32)")
+    text("tid, z = cuda.threadIdx.x, cuda.blockIdx.z")
+    text("lane, warp = tid % 32, tid // 32")
+    text(f"row_tile0, item_tile0 = cuda.blockIdx.x * {warps[0]}, cuda.blockIdx.y * {warps[1]}")
+    text(f"row_tile, item_tile = row_tile0 + warp % {warps[0]}, item_tile0 + warp // {warps[0]}")
+    text("# where this thread's copies of a stage come from: its warp copies one chunk of every tile")
+    text("from_chunk, into = warp, (warp * 32 + lane) * 4")
+    for tile in range(tiles):
+        if tile < warps[0]:
+            text(f"s{tile} = (min(row_tile0 + {tile}, row_tiles - 1) * int64(chunks) + warp) * {_WORDS} + lane * 4")
+        else:
+            place = f"min(item_tile0 + {tile - warps[0]}, item_tiles - 1) * int64(chunks) + warp"
+            text(f"s{tile} = z * int64(column_size) + ({place}) * {_WORDS} + lane * 4")
+
+    def copy_stage() -> None:
+        text("if from_chunk < chunks:")
+        for tile in range(tiles):
+            array = "rotated" if tile < warps[0] else "columns"
+            text(f"copy_async(words, into + {tile * depth * _WORDS}, {array}, s{tile})", 1)
+        text("copies_end_group()")
+        for tile in range(tiles):
+            text(f"s{tile} += {depth * _WORDS}")
+        text(f"from_chunk += {depth}")
+        text(f"into += {stage}")
+        text(f"if into >= {_STAGES * stage}:")
+        text(f"into -= {_STAGES * stage}", 1)
+
+    for _ in range(_STAGES - 1):
+        copy_stage()
+    for corner in range(4):
+        for name in sums:
+            text(f"p{corner}_{name} = float32(0.0)")
+    text(f"own_a, own_b = (warp % {warps[0]}) * {depth * _WORDS} + lane * 4, ({warps[0]} + warp // {warps[0]}) * {depth * _WORDS} + lane * 4")
+    text(f"left, a, b, base = 0, 0, 0, {-stage}")
+
+    def lines_sum(name: str) -> None:
+        text("for j in range(count):")
+        text.depth += 1
+        text("if left == 0:")
+        text.depth += 1
+        text("wait_all_but_one_group()")
+        text("cuda.syncthreads()")
+        copy_stage()
+        text(f"base += {stage}")
+        text(f"if base >= {_STAGES * stage}:")
+        text("base = 0", 1)
+        text(f"left, a, b = {depth}, base + own_a, base + own_b")
+        text.depth -= 1
+        text("a0, a1, a2, a3 = load_words4(words, a)")
+        text("b0, b1, b2, b3 = load_words4(words, b)")
+        for tile in range(2):
+            names = ", ".join(f"{name}{tile}{i}" for i in range(4))
+            # a lane's words are (rotation g: +z, -z), (rotation g + 8: +z, -z); the instruction wants them turned about
+            text(f"{names} = multiply_tile({names}, a0, a2, a1, a3, b{2 * tile}, b{2 * tile + 1})")
+        text(f"a += {_WORDS}")
+        text(f"b += {_WORDS}")
+        text("left -= 1")
+        text.depth -= 1
+
+    text("for unit in range(units.shape[0] // 2):")
+    text.depth = 2
+    text("count, paired = units[2 * unit], units[2 * unit + 1]")
+    for name in "gh":
+        for tile in range(2):
+            text(", ".join(f"{name}{tile}{i}" for i in range(4)) + " = " + ", ".join(["float32(0.0)"] * 4))
+    lines_sum("g")
+    text("if paired:")
+    text.depth = 3
+    lines_sum("h")
+    text.depth = 2
+    for word in range(0, stride, 4):
+        text(", ".join(f"k{word + i}" for i in range(4)) + f" = load4(coefficients, unit * {stride} + {word})")
+    for corner in range(4):
+        tile, row = corner % 2, corner // 2
+        re, im = 2 * row, 2 * row + 1
+        text(f"sr, si = g{tile}{re} + h{tile}{re}, g{tile}{im} + h{tile}{im}")
+        text(f"dr, di = g{tile}{re} - h{tile}{re}, g{tile}{im} - h{tile}{im}")
+        at = 0
+        for x, y in group:
+            if x and y:
+                parts = ["sr", "di", "si", "dr"]
+            elif x:
+                parts = ["sr", "si"]
+            elif y:
+                parts = ["sr", "di"]
+            else:
+                text(f"p{corner}_{x}_{y}_0 += sr")
+                continue
+            for part, value in enumerate(parts):
+                text(f"p{corner}_{x}_{y}_{part} += k{at} * {value}")
+                at += 1
+    text.depth = 1
+    text("wait_all_groups()")
+    text("cuda.syncthreads()")
+    for corner in range(4):
+        tile, row = corner % 2, corner // 2
+        text(f"rotation, item = row_tile * {_ROTATIONS} + lane // 4 + {8 * row}, item_tile * {_ITEMS} + lane % 4 + {4 * tile}")
+        text("if rotation < best.shape[1] and item < best.shape[0]:")
+        text.depth = 2
+        for place, name in enumerate(sums):
+            text(f"shared[tid + {place * threads}] = p{corner}_{name}")
+        text("top, where = float32(-1e38), int32(0)")
+        text("back = float32(1.0) / (scales[item] * factor)")
+        text("for e in range(entries.shape[0] // 8):")
+        text.depth = 3
+        text("place, further, s1, s2 = load4(entries, 8 * e)")
+        text("s3, row_xy, radius2, spare = load4(entries, 8 * e + 4)")
+        text("if radius2 <= largest2[z]:")
+        text.depth = 4
+        text(f"own = tid + int32(place) * {threads}")
+        text("value = shared[own]")
+        text("if further > 0:")
+        text(f"value += s1 * shared[own + {threads}]", 1)
+        text("if further > 1:")
+        text(f"value += s2 * shared[own + {2 * threads}] + s3 * shared[own + {3 * threads}]", 1)
+        text("value *= back")
+        text("row = int32(row_xy) + first_row[z]")
+        text("if weighted:")
+        text("value = value * multiplier[item, row] + bias[item, row]", 1)
+        text("if value > top:")
+        text("top, where = value, row", 1)
+        text.depth = 2
+        text("cuda.atomic.max(best, (item, rotation), ordered_score(top, where))")
+        text.depth = 1
+    return str(text)
+
+
+@lru_cache(maxsize=64)
+def search_kernel(group: tuple[tuple[int, int], ...], warps: tuple[int, int] = _WARPS) -> Any:
+    """The kernel of a group of trial shifts."""
+    return written_function(kernel_source(group, warps), f"tensor_{len(group)}", "search")
+
+
+# -- the search of a level ---------------------------------------------------------------------------------------------
 
 
 def root_weights(band: lines.LineBand, inverse_sigma2: NDArray[np.float32]) -> NDArray[np.float32]:
     """Square root of 1 / sigma2 at every sample: taken from the particle's side and given to the templates, it keeps both in half's range."""
     value = np.interp(band.radius, np.arange(len(inverse_sigma2)), inverse_sigma2.astype(np.float64))
     return np.sqrt(np.maximum(value, 1e-30)).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """One kernel, for all z steps that need it.
+
+    Attributes
+    ----------
+    group : tuple
+    planes : (z,) int32
+        Which of the shifted copies of the columns.
+    entries, coefficients, first_row, largest2 : device arrays
+        See `kernel_source`.
+    """
+
+    group: tuple[tuple[int, int], ...]
+    first_plane: int
+    planes: int
+    entries: Any
+    coefficients: Any
+    first_row: Any
+    largest2: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,56 +402,99 @@ class TensorSearch:
     ----------
     band : LineBand
     cube : ShiftCube
-    box_size : int
-    templates : device array
-        As `kernels.fill_templates` leaves them.
     n_rotations : int
-    lattice, root, turns, shift_rows : device arrays
+    chunks : Chunks
+    pair, depth, units, root, angles : device arrays
+        `angles`: phase of a step of z, ``2 pi step tz / box``, for tz = 0, +1, -1, +2 ..
+    rotated : device array
+        Rotated references as fragments, in half precision.
     scale : float
-        Of the templates, to unit root mean square.
+        Of the rotated references, to unit root mean square.
+    launches : list
+    planes : int
+        Steps along z.
     """
 
     band: lines.LineBand
     cube: lines.ShiftCube
-    box_size: int
-    templates: Any
     n_rotations: int
-    lattice: Any
+    chunks: Chunks
+    pair: Any
+    depth: Any
+    units: Any
     root: Any
-    turns: Any
-    shift_rows: Any
+    angles: Any
+    rotated: Any
     scale: float
+    launches: list[_Launch]
+    planes: int
 
     @classmethod
     def make(
         cls,
         band: lines.LineBand,
         cube: lines.ShiftCube,
+        largest2: float,
         box_size: int,
         templates: Any,
         powers: Any,
         n_rotations: int,
         inverse_sigma2: NDArray[np.float32],
     ) -> TensorSearch:
-        """Uploads what the kernels need of a level."""
+        """Turns the templates of `kernels.fill_templates` into fragments and uploads what the kernels need of a level."""
         root = root_weights(band, inverse_sigma2)
         power = powers[0].copy_to_host()
         mean_square = float((power.astype(np.float64) * root.astype(np.float64) ** 2).mean()) / 2.0
-        steps = cube.shifts_voxels[cube.inside] @ lines.GENERIC_ROTATION  # back to the lattice's own axes
+        scale = 1.0 / np.sqrt(max(mean_square, 1e-30))
+        chunks = chunks_of(band)
+        row_tiles = -(-n_rotations // _ROTATIONS)
+        rotated = cuda.device_array(row_tiles * chunks.count * 2 * _WORDS, np.float16)
+        pair, device_root = cuda.to_device(chunks.pair), cuda.to_device(root)
+        kernels.pack_rotated[(-(-len(chunks.pair) // 128), row_tiles * _ROTATIONS), 128](
+            templates, band.n_pairs, pair, device_root, n_rotations, np.float32(scale), rotated
+        )
+        angle = 2.0 * np.pi * cube.step_voxels / box_size
+        steps = [0] + [s * z for z in range(1, cube.steps + 1) if z * z <= largest2 for s in (1, -1)]
+        planes: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for plane, z in enumerate(steps):
+            for group in disc_groups(largest2 - z * z):
+                planes.setdefault(group, []).append(plane)
+        launches = []
+        for group, used in planes.items():
+            assert used == list(range(used[0], used[-1] + 1)), "discs shrink with |z|, so a kernel's planes are neighbours"
+            launches.append(
+                _Launch(
+                    group,
+                    used[0],
+                    len(used),
+                    cuda.to_device(entry_table(group, cube.steps).ravel()),
+                    cuda.to_device(coefficients(group, chunks.units, angle).ravel()),
+                    cuda.to_device(np.array(used, np.int32)),
+                    cuda.to_device(np.array([largest2 - steps[plane] ** 2 + 1e-6 for plane in used], np.float32)),
+                )
+            )
         return cls(
             band,
             cube,
-            box_size,
-            templates,
             n_rotations,
-            cuda.to_device(np.ascontiguousarray(band.lattice, np.int32).ravel()),
-            cuda.to_device(root),
-            cuda.to_device((steps / box_size).astype(np.float32)),
-            cuda.to_device(cube.inside.astype(np.int32)),
-            1.0 / np.sqrt(max(mean_square, 1e-30)),
+            chunks,
+            pair,
+            cuda.to_device(np.where(chunks.pair >= 0, band.lattice[2 * chunks.pair, 2], 0).astype(np.float32)),
+            cuda.to_device(np.ascontiguousarray(chunks.units[:, 1:3]).ravel()),
+            device_root,
+            cuda.to_device((angle * np.array(steps)).astype(np.float32)),
+            rotated,
+            float(scale),
+            launches,
+            len(steps),
         )
 
-    def run(self, columns: Any, items: int, weighting: Weighting, best: Any, best_shift: Any) -> None:
+    @property
+    def bytes_held(self) -> int:
+        """Of the device."""
+        return int(self.rotated.nbytes)
+
+    def run(self, columns: Any, items: int, weighting: Weighting, best: Any, best_shift: Any, warps: tuple[int, int] = _WARPS) -> None:
         """Best num (times factor, plus offset) over the trial shifts of every item and rotation.
 
         Parameters
@@ -119,46 +502,50 @@ class TensorSearch:
         columns : (items, 4 p) float32 device array
         best : (items, n_rotations) float32, best_shift : (items, n_rotations) int32, set by this function
         """
-        size = 4 * self.band.n_pairs
-        depth, wide = padded(size), padded(items)
-        n_shifts, n_rotations = len(self.cube.inside), self.n_rotations
         scales = cuda.device_array(items, np.float32)
-        kernels.column_scales[items, kernels.REDUCE_THREADS](columns, self.root, size, scales)
-        half = cuda.device_array(wide * depth, np.float16)
-        kernels.clear[-(-half.size // 256), 256](half)
-        kernels.half_columns[(-(-self.band.n_pairs // 128), items), 128](columns, self.root, scales, depth, half)
-        tile = int(max(1, min(n_shifts, _TILE_BYTES // (2 * n_rotations * depth), _TILE_BYTES // (4 * n_rotations * wide))))
-        bank = cuda.device_array(tile * n_rotations * depth, np.float16)
-        kernels.clear[-(-bank.size // 256), 256](bank)  # the padding of its rows must be numbers
-        products = cuda.device_array(tile * n_rotations * wide, np.float32)
-        for first in range(0, n_shifts, tile):
-            count = min(tile, n_shifts - first)
-            kernels.half_templates[(-(-self.band.n_pairs // 128), n_rotations), 128](
-                self.templates,
-                self.band.n_pairs,
-                self.lattice,
-                self.root,
-                self.turns,
-                first,
-                count,
-                n_rotations,
-                np.float32(self.scale),
-                depth,
-                bank,
-            )
-            gemm.product(bank, half, products, count * n_rotations, wide, depth)
-            kernels.best_of_tile[(-(-items // 128), n_rotations), 128](
-                products,
-                wide,
-                first,
-                count,
-                n_rotations,
-                self.shift_rows,
+        kernels.column_scales[items, kernels.REDUCE_THREADS](columns, self.root, 4 * self.band.n_pairs, scales)
+        tile_bytes = self.planes * self.chunks.count * 4 * _WORDS
+        part = max(1, _COLUMN_BYTES // tile_bytes) * _ITEMS
+        for first in range(0, items, part):
+            last = min(items, first + part)
+            if weighting.used:
+                weighting = Weighting(True, weighting.multiplier[first:last], weighting.bias[first:last])
+            self._run_part(columns[first:last], scales[first:last], weighting, best[first:last], best_shift[first:last], warps)
+
+    def _run_part(self, columns: Any, scales: Any, weighting: Weighting, best: Any, best_shift: Any, warps: tuple[int, int]) -> None:
+        items = columns.shape[0]
+        row_tiles, item_tiles = -(-self.n_rotations // _ROTATIONS), -(-items // _ITEMS)
+        plane_words = item_tiles * self.chunks.count * _WORDS
+        packed = cuda.device_array(self.planes * plane_words * 2, np.float16)
+        kernels.pack_columns[(-(-self.chunks.count // 4), item_tiles, self.planes), 128](
+            columns.reshape(columns.size), columns.shape[1], self.pair, self.depth, self.root, scales, self.angles, packed
+        )
+        found = cuda.device_array((items, self.n_rotations), np.uint64)
+        kernels.clear_best[(-(-self.n_rotations // 128), items), 128](found)
+        rotated, shifted = self.rotated.view(np.int32), packed.view(np.int32)
+        threads = warps[0] * warps[1] * 32
+        for launch in self.launches:
+            kernel = search_kernel(launch.group, warps)
+            shared = 4 * max(sum(map(n_shifts, launch.group)) * threads, _STAGES * sum(warps) * warps[0] * warps[1] * _WORDS)
+            arguments = (
+                rotated,
+                shifted[launch.first_plane * plane_words :],
+                plane_words,
+                self.units,
+                launch.coefficients,
+                self.chunks.count,
+                row_tiles,
+                item_tiles,
+                launch.entries,
+                launch.first_row,
+                launch.largest2,
                 scales,
                 np.float32(self.scale),
                 int(weighting.used),
                 weighting.multiplier,
                 weighting.bias,
-                best,
-                best_shift,
+                found,
             )
+            allow_shared(kernel, arguments, shared)
+            kernel[(-(-row_tiles // warps[0]), -(-item_tiles // warps[1]), launch.planes), threads, 0, shared](*arguments)
+        kernels.unpack_best[(-(-self.n_rotations // 128), items), 128](found, best, best_shift)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import cuda
 from numba.core import config
 
@@ -24,6 +25,24 @@ if config.ENABLE_CUDASIM:
     def store_half4(array: Any, index: int, a: Any, b: Any, c: Any, d: Any) -> None:
         """Four floats as half precision to ``index .. index + 3`` of a flat float16 array; `index` must be a multiple of 4."""
         array[index], array[index + 1], array[index + 2], array[index + 3] = a, b, c, d
+
+    def load_words4(array: Any, index: int) -> tuple[Any, Any, Any, Any]:
+        """Elements ``index .. index + 3`` of a flat int32 array; `index` must be a multiple of 4."""
+        return array[index], array[index + 1], array[index + 2], array[index + 3]
+
+    def multiply_tile(*numbers: Any) -> Any:
+        """Tensor cores are not simulated."""
+        raise NotImplementedError("the simulator has no tensor cores")
+
+    copy_async = copies_end_group = wait_all_but_one_group = wait_all_groups = multiply_tile
+
+    def float_bits(value: Any) -> Any:
+        """The bits of a float32 as int32."""
+        return np.float32(value).view(np.int32)
+
+    def bits_float(bits: Any) -> Any:
+        """The float32 with these bits."""
+        return np.int32(bits).view(np.float32)
 
     def jit_for_blocks(threads: int, blocks: int) -> Any:
         """Decorator of a kernel of which a multiprocessor should hold so many blocks at once: the compiler rations registers by it."""
@@ -68,9 +87,109 @@ else:
         f = types.float32
         return types.void(array, types.intp, f, f, f, f), codegen
 
+    def _make_cast(source: Any, target: Any, kind: Any) -> Any:
+        @intrinsic
+        def cast(typingctx, value):
+            def codegen(context, builder, signature, args):
+                return builder.bitcast(args[0], kind)
+
+            return target(source), codegen
+
+        return cast
+
+    float_bits = _make_cast(types.float32, types.int32, ir.IntType(32))
+    bits_float = _make_cast(types.int32, types.float32, ir.FloatType())
+
+    @intrinsic
+    def load_words4(typingctx, array, index):
+        """Elements ``index .. index + 3`` of a flat int32 array; `index` must be a multiple of 4."""
+        result = types.UniTuple(types.int32, 4)
+
+        def codegen(context, builder, signature, args):
+            kind = ir.VectorType(ir.IntType(32), 4)
+            data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
+            pointer = builder.bitcast(builder.gep(data, [args[1]]), kind.as_pointer(data.type.addrspace))
+            vector = builder.load(pointer, align=16)
+            values = [builder.extract_element(vector, ir.Constant(ir.IntType(32), i)) for i in range(4)]
+            return context.make_tuple(builder, result, values)
+
+        return result(array, types.intp), codegen
+
+    @intrinsic
+    def multiply_tile(typingctx, c0, c1, c2, c3, a0, a1, a2, a3, b0, b1):
+        """``C + A B`` for a warp's tile of 16 x 8 with depth 16: A, B in half precision, two to a word, C in single (PTX ``mma.m16n8k16``)."""
+        result = types.UniTuple(types.float32, 4)
+
+        def codegen(context, builder, signature, args):
+            single, word = ir.FloatType(), ir.IntType(32)
+            struct = ir.LiteralStructType([single] * 4)
+            asm = ir.InlineAsm(
+                ir.FunctionType(struct, [word] * 6 + [single] * 4),
+                "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+                "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+                side_effect=False,
+            )
+            out = builder.call(asm, [*args[4:], *args[:4]])
+            return context.make_tuple(builder, result, [builder.extract_value(out, i) for i in range(4)])
+
+        f, i = types.float32, types.int32
+        return result(f, f, f, f, i, i, i, i, i, i), codegen
+
+    def _make_instruction(text: str) -> Any:
+        @intrinsic
+        def instruction(typingctx):
+            def codegen(context, builder, signature, args):
+                builder.call(ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), text, "~{memory}", side_effect=True), [])
+                return context.get_dummy_value()
+
+            return types.void(), codegen
+
+        return instruction
+
+    @intrinsic
+    def copy_async(typingctx, shared, to, array, index):
+        """Begins to copy 16 bytes, elements ``index .. index + 3`` of a flat int32 array, to shared memory (PTX ``cp.async``)."""
+
+        def codegen(context, builder, signature, args):
+            word = ir.IntType(64)
+            pointers = []
+            for at in (0, 2):
+                data = context.make_array(signature.args[at])(context, builder, value=args[at]).data
+                pointers.append(builder.ptrtoint(builder.gep(data, [args[at + 1]]), word))
+            asm = ir.InlineAsm(
+                ir.FunctionType(ir.VoidType(), [word, word]),
+                "{ .reg .u64 p; .reg .u32 s; cvta.to.shared.u64 p, $0; cvt.u32.u64 s, p; cp.async.cg.shared.global [s], [$1], 16; }",
+                "l,l,~{memory}",
+                side_effect=True,
+            )
+            builder.call(asm, pointers)
+            return context.get_dummy_value()
+
+        return types.void(shared, types.intp, array, types.intp), codegen
+
+    copies_end_group = _make_instruction("cp.async.commit_group;")
+    """Closes a group of copies."""
+    wait_all_but_one_group = _make_instruction("cp.async.wait_group 1;")
+    """Waits until only the youngest group of this thread's copies may be on its way."""
+    wait_all_groups = _make_instruction("cp.async.wait_group 0;")
+
     def jit_for_blocks(threads: int, blocks: int) -> Any:
         """Decorator of a kernel of which a multiprocessor should hold so many blocks at once: the compiler rations registers by it."""
         return cuda.jit(fastmath=True, cache=True, launch_bounds=(threads, blocks))
 
 
-__all__ = ["cuda", "jit_for_blocks", "load2", "load4", "store_half4"]
+__all__ = [
+    "bits_float",
+    "copies_end_group",
+    "copy_async",
+    "cuda",
+    "float_bits",
+    "jit_for_blocks",
+    "load2",
+    "load4",
+    "load_words4",
+    "multiply_tile",
+    "store_half4",
+    "wait_all_but_one_group",
+    "wait_all_groups",
+]
