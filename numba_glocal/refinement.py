@@ -42,6 +42,8 @@ _REFITS = 2
 _SUM_CHUNK = 512  # a partial sum is as large as a padded map: few, large chunks
 _SUM_PARTS = 4
 _SMALL_MOTION_VOXELS = 0.02
+_MASK_SPREAD = 1.25
+"""Runs on noise agree up to this many box / diameter shells beyond the start map's (measured: 1.07): the mask carries them there."""
 
 
 class Advance(Protocol):
@@ -66,12 +68,15 @@ class RunResult:
     bad : dict of row to reason
     half_counts : (int, int)
         Particles in each average.
+    warnings : tuple of str
+        Why the result may not be what it seems, one line each.
     """
 
     fsc: FSCCurve
     crossing: Crossing
     bad: dict[int, str]
     half_counts: tuple[int, int]
+    warnings: tuple[str, ...] = ()
 
 
 class Refinement:
@@ -404,7 +409,24 @@ class Refinement:
         result = None
         while state.iteration < settings.iterations:
             state, result = self._iterate(state)
-        return self._stored_result(state) if result is None else result
+        result = self._stored_result(state) if result is None else result
+        return replace(result, warnings=tuple(self._doubts(result.crossing)))
+
+    def _doubts(self, crossing: Crossing) -> list[str]:
+        """A resolution within what the start map brought along: there the halves agree even on noise, for both were turned onto one map."""
+        settings = self.job.settings
+        assert isinstance(settings, AlignSettings)
+        if settings.reference is None or crossing.shell < 1:
+            return []
+        box_angst = self.job.shell_of(1.0)
+        brought = self.job.shell_of(settings.initial_lowpass_angst) + _MASK_SPREAD * box_angst / self.job.diameter_angst
+        if crossing.shell > brought:
+            return []
+        return [
+            f"the resolution of {crossing.resolution_angst:.1f} A is no finer than what the start map brought"
+            f" (--initial-lowpass {settings.initial_lowpass_angst:g}, spread by the mask to {box_angst / brought:.1f} A): both halves were aligned"
+            " to it and agree there even if the particles hold nothing but noise; a coarser --initial-lowpass shows what is in the data"
+        ]
 
     def _stored_result(self, state: RunState) -> RunResult:
         """Of a run that was stopped between its last iteration and its end."""

@@ -85,7 +85,7 @@ def test_run_folder(tiny, align):
 
 
 def test_quiet_says_nothing(tiny, align):
-    result = align("--quiet", iterations=1)
+    result = align("--quiet", "--initial-lowpass", 100, iterations=1)
     assert result.exit_code == 0 and result.output == ""
 
 
