@@ -99,6 +99,11 @@ REFUSED = {
     "low-pass leaves nothing": (lambda t: ["--lowpass", 1000], "nothing"),
     "negative diameter": (lambda t: ["--particle-diameter", -5], "--particle-diameter"),
     "diameter is NaN": (lambda t: ["--particle-diameter", "nan"], "--particle-diameter"),
+    "diameter of three voxels": (lambda t: ["--particle-diameter", 48], "--particle-diameter 48 A is 3 voxels (of 16 A)"),
+    "diameter of few binned voxels": (
+        lambda t: ["--particle-diameter", 100, "--binning", 1.25],
+        "--particle-diameter 100 A is 5 voxels (of 16 A, binned by 1.25 to 20 A): too few to tell orientations; expected at least 6 voxels, 120 A",
+    ),
     "diameter beyond the box": (lambda t: ["--particle-diameter", 2000], "2000"),
     "binning below one": (lambda t: ["--binning", 0.5], "--binning"),
     "binning leaves nothing": (lambda t: ["--binning", 5], "--binning"),
