@@ -559,8 +559,8 @@ class _Aligned:
             state.log_likelihood[rows] = np.where(unusable, np.nan, estimates.log_likelihood)
             # root mean square over the three axes
             variance = np.maximum(np.diagonal(estimates.covariances, axis1=1, axis2=2), 0.0)
-            state.angle_sigma_deg[rows] = np.rad2deg(np.sqrt(variance[:, :3].mean(1)))
-            state.shift_sigma_angst[rows] = np.sqrt(variance[:, 3:].mean(1))
+            state.angle_sigma_deg[rows] = np.where(unusable, np.nan, np.rad2deg(np.sqrt(variance[:, :3].mean(1))))
+            state.shift_sigma_angst[rows] = np.where(unusable, np.nan, np.sqrt(variance[:, 3:].mean(1)))
 
 
 def replace_state(state: RunState, **changes: Any) -> RunState:

@@ -199,15 +199,24 @@ class RunFolder:
         write_fsc_star(folder / "fsc.star", fsc, criterion)
 
     def write_particles(self, folder: Path, particles: ParticleSet, state: RunState) -> None:
-        """The list with new poses, scores and uncertainties."""
+        """The list with new poses, scores and uncertainties.
+
+        An unusable particle keeps its pose and gets the worst values, so that it is last however the list is sorted: the
+        lowest score and likelihood of the usable ones, a rotation known to 180 degrees and a shift to half the box.
+        """
+
+        def lowest(values: NDArray[np.float64]) -> float:
+            return float(np.min(values[np.isfinite(values)], initial=np.inf))
+
+        half_box_angst = 0.5 * particles.box_size * particles.pixel_size_angst
         columns = {
-            "ngScore": state.scores,
-            "ngAngleSigmaDeg": state.angle_sigma_deg,
-            "ngShiftSigmaAngst": state.shift_sigma_angst,
-            "rlnLogLikeliContribution": state.log_likelihood,
+            "ngScore": (state.scores, lowest(state.scores)),
+            "ngAngleSigmaDeg": (state.angle_sigma_deg, 180.0),
+            "ngShiftSigmaAngst": (state.shift_sigma_angst, half_box_angst),
+            "rlnLogLikeliContribution": (state.log_likelihood, lowest(state.log_likelihood)),
         }
         # what a run knows nothing of (`average` scores nothing) stays as the list has it
-        known = {name: np.nan_to_num(values, nan=0.0) for name, values in columns.items() if np.isfinite(values).any()}
+        known = {name: np.where(np.isfinite(values), values, worst) for name, (values, worst) in columns.items() if np.isfinite(values).any()}
         write_particles(folder / "particles.star", particles.with_poses(state.poses), known)
 
     def write_start(self, particles: ParticleSet, binned_box_size: int) -> None:

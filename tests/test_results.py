@@ -96,8 +96,10 @@ def test_the_start_is_known_again(folder, tmp_path):
 
 
 def test_written_particles(folder, tmp_path):
-    """New poses as RELION means them, ours in further columns, 0 for what is not known."""
-    particles, now = some_particles(tmp_path), state(1, scores=np.array([1.0, 2.0, np.nan, 4.0, 5.0, 6.0]))
+    """New poses as RELION means them, ours in further columns; an unusable particle is last however the list is sorted."""
+    particles, now = some_particles(tmp_path), state(1, scores=np.array([1.0, 2.0, np.nan, -4.0, 5.0, 6.0]))
+    now.angle_sigma_deg = np.array([0.1, 0.2, np.nan, 0.4, 0.5, 0.6])
+    now.shift_sigma_angst = np.array([1.0, 2.0, np.nan, 4.0, 5.0, 6.0])
     folder.write_particles(folder.path, particles, now)
     block = gemmi.cif.read(str(folder.path / "particles.star")).find_block("particles")
 
@@ -110,7 +112,9 @@ def test_written_particles(folder, tmp_path):
     assert np.rad2deg(turned.magnitude()).max() < 1e-4
     origins = np.stack([column(f"_rlnOrigin{axis}Angst") for axis in "XYZ"], 1)
     assert np.abs(origins + now.poses.shifts_angst).max() < 1e-5
-    assert column("_ngScore").tolist() == [1, 2, 0, 4, 5, 6] and not column("_ngAngleSigmaDeg").any()
+    assert column("_ngScore").tolist() == [1, 2, -4, -4, 5, 6] and not column("_rlnLogLikeliContribution").size
+    assert column("_ngAngleSigmaDeg").tolist() == [0.1, 0.2, 180, 0.4, 0.5, 0.6]
+    assert column("_ngShiftSigmaAngst").tolist() == [1, 2, 80, 4, 5, 6]  # half of 16 voxels of 10 A
 
 
 def test_what_a_run_does_not_know_stays_as_listed(folder, tmp_path):

@@ -214,6 +214,9 @@ def test_unusable_particle_is_left_out_and_listed(case, command, tiny, invoke, r
     assert particle(tiny, 4).name in (run / "log.txt").read_text()
     block = gemmi.cif.read(str(run / "particles.star")).find_block("particles")
     assert len(block.find_values("_rlnImageName")) == 12  # nobody disappears from the list
+    for label, last in (("_ngScore", min), ("_ngAngleSigmaDeg", max), ("_ngShiftSigmaAngst", max)) if command == "align" else ():
+        values = [float(value) for value in block.find_values(label)]
+        assert values[4] == last(values), label
     for name in ("half1", "half2", "average"):
         with mrcfile.open(run / f"{name}.mrc") as file:
             assert np.isfinite(file.data).all() and file.data.std() > 0
