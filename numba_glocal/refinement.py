@@ -360,10 +360,10 @@ class Refinement:
         except (OSError, ValueError, EOFError):
             raise InputError(f"{folder}: expected the references of iteration {iteration}, found them missing or damaged") from None
 
-    def _one_frame(self, poses: Poses, noise: dict[int, NoiseModel]) -> tuple[Poses, dict[int, WeightedSum], tuple[float, float]]:
+    def _one_frame(self, name: str, poses: Poses, noise: dict[int, NoiseModel]) -> tuple[Poses, dict[int, WeightedSum], tuple[float, float]]:
         """Averages in a common frame: each half gives way by half of their relative motion."""
         n, pixel = self.job.grid.binned_box_size, self.job.grid.binned_pixel_size_angst
-        sums = self._sums("averages", poses, noise)
+        sums = self._sums(f"{name}: averages", poses, noise)
         half_maps = self._half_maps(sums)
         rotvec, shift_voxels = relative_motion(*half_maps, self.job.mask, min(_FRAME_BAND, self.job.k_limit))
         angle_deg, distance = float(np.rad2deg(np.linalg.norm(rotvec))), float(np.linalg.norm(shift_voxels))
@@ -379,7 +379,7 @@ class Refinement:
             moved = move_frame(poses.take(rows), rotvec, shift_voxels * pixel, share)
             rotations[rows], shifts[rows] = moved.rotations, self._within_limit(moved.shifts_angst, rows)
         poses = Poses(rotations, shifts)
-        return poses, self._sums("averages, one frame", poses, noise), apart
+        return poses, self._sums(f"{name}: averages, one frame", poses, noise), apart
 
     def _within_limit(self, shifts_angst: NDArray[Any], rows: NDArray[np.intp]) -> NDArray[Any]:
         """Shifts brought back to the hard limit: --max-shift holds for what the common frame moves too."""
@@ -455,7 +455,7 @@ class Refinement:
         if number <= _REFITS:
             aligned = self._align(f"{name}: refine", aligned.state, references, noise, state.k_max, None, True)
             noise = self._fit_noise(aligned.residuals, state.k_max)
-        poses, sums, apart = self._one_frame(aligned.state.poses, noise)
+        poses, sums, apart = self._one_frame(name, aligned.state.poses, noise)
         half_maps = self._half_maps(sums)
         fsc = self._fsc(half_maps)
         crossing = self._crossing(fsc)

@@ -11,7 +11,7 @@ from scipy.spatial.transform import Rotation
 from numba_glocal.errors import GlocalError, InputError, SettingsError
 from numba_glocal.io import read_particles
 from numba_glocal.results import RunFolder, RunState, load_report_data
-from numba_glocal.settings import AlignSettings, read_job_file
+from numba_glocal.settings import AlignSettings, AverageSettings, read_job_file
 from numba_glocal.simulation import SimulationSettings, simulate
 from numba_glocal.values import Poses
 
@@ -65,10 +65,10 @@ def test_states_are_ordered_by_number(folder):
 
 def test_a_new_folder_is_new(folder, tmp_path):
     settings = AlignSettings("list.star", "x")
-    with pytest.raises(SettingsError, match="not empty.*remove it"):
+    with pytest.raises(SettingsError, match="not empty.*--resume begins again"):
         folder.create(settings, [])
     folder.write_state(state(1))
-    with pytest.raises(SettingsError, match="not empty.*--resume"):
+    with pytest.raises(SettingsError, match="not empty.*--resume goes on"):
         folder.create(settings, [])
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingsError, match="found a file"):
@@ -80,6 +80,14 @@ def test_a_new_folder_is_new(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     RunFolder(tmp_path / "empty").create(settings, [])
     assert read_job_file(tmp_path / "empty" / "job.toml")["particles"] == "list.star"
+
+
+def test_only_align_is_resumed(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create(AverageSettings("list.star", "run"), [])
+    with pytest.raises(SettingsError) as caught:
+        folder.check_new([])
+    assert "not empty" in str(caught.value) and "--resume" not in str(caught.value)
 
 
 def test_the_start_is_known_again(folder, tmp_path):
