@@ -168,9 +168,10 @@ def _masks(settings: AlignSettings | AverageSettings, grid: Grid) -> tuple[NDArr
     if diameter is not None and diameter > box_angst * math.sqrt(3.0):
         raise SettingsError(f"--particle-diameter {diameter:g} A does not fit the box of {box_angst:.3g} A ({n} voxels of {pixel:.3g} A)")
     if diameter is not None and diameter < _LEAST_DIAMETER_VOXELS * pixel:
-        binned = f", binned by {grid.box_size / n:.3g} to {pixel:.3g} A" if n != grid.box_size else ""
+        given = "" if settings.pixel_size_angst is None else ", as --pixel-size says"
+        binned = f"; {pixel:.3g} A by --binning {settings.binning:g}" if n != grid.box_size else ""
         raise SettingsError(
-            f"--particle-diameter {diameter:g} A is {diameter / pixel:.2g} voxels (of {grid.pixel_size_angst:.3g} A{binned}):"
+            f"--particle-diameter {diameter:g} A is {diameter / pixel:.2g} voxels (of {grid.pixel_size_angst:.3g} A{given}{binned}):"
             f" too few to tell orientations; expected at least {_LEAST_DIAMETER_VOXELS:g} voxels, {_LEAST_DIAMETER_VOXELS * pixel:.3g} A"
         )
     if settings.mask is not None:

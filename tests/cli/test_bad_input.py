@@ -102,7 +102,7 @@ REFUSED = {
     "diameter of three voxels": (lambda t: ["--particle-diameter", 48], "--particle-diameter 48 A is 3 voxels (of 16 A)"),
     "diameter of few binned voxels": (
         lambda t: ["--particle-diameter", 100, "--binning", 1.25],
-        "--particle-diameter 100 A is 5 voxels (of 16 A, binned by 1.25 to 20 A): too few to tell orientations; expected at least 6 voxels, 120 A",
+        "--particle-diameter 100 A is 5 voxels (of 16 A; 20 A by --binning 1.25): too few to tell orientations; expected at least 6 voxels, 120 A",
     ),
     "diameter beyond the box": (lambda t: ["--particle-diameter", 2000], "2000"),
     "binning below one": (lambda t: ["--binning", 0.5], "--binning"),
@@ -350,7 +350,7 @@ def test_absurd_numbers_work_or_are_refused(option, value, tiny, invoke, no_repo
     run = tiny.folder.parent / "run"
     result = invoke("align", tiny.list, "-o", run, "--reference", tiny.reference, "--iterations", 1, *diameter, option, value)
     if result.exit_code:
-        one_line(result, "1e-09 A" if option == "--pixel-size" else option)
+        one_line(result, f"{value:g} A" if option == "--pixel-size" else option)
     else:
         assert all(np.isfinite(mrcfile.read(run / f"half{i}.mrc")).all() for i in (1, 2))
         assert "nan" not in result.output.lower()
