@@ -37,12 +37,53 @@ _WORDS = 128  # of a fragment: 32 lanes of 4
 _SUMS = 29
 """Sums over the band that a thread keeps for each of its two rotations and two particles: the disc of radius 3 has as many."""
 
-_WARPS = (4, 3)
-"""Warps of a block along rotations and along particles: they share what they load through the cache."""
+_ROW = 32
+"""Words of a unit's row: coefficients and the next unit's header."""
+
+_STAGES = 3
+"""Stages in shared memory: one in use, the others on their way."""
 
 _NESTED = (1, 9, 21, _SUMS)
-_STAGES = 3
 _COLUMN_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """How a block is made up.
+
+    Attributes
+    ----------
+    rows, items : int
+        Warps along rotations and along particles.
+    blocks : int
+        Blocks that a multiprocessor holds at once; the compiler rations registers by it.
+    """
+
+    rows: int
+    items: int
+    blocks: int
+
+    @property
+    def depth(self) -> int:
+        """Chunks of a stage: as many as there are warps."""
+        return self.rows * self.items
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * self.depth
+
+    @property
+    def stage_words(self) -> int:
+        """Words of shared memory of one stage."""
+        return self.depth * ((self.rows + self.items) * _WORDS + _ROW)
+
+    def shared_bytes(self, sums: int) -> int:
+        """Dynamic shared memory: the stages; at the end, every thread's sums."""
+        return 4 * max(sums * self.threads, _STAGES * self.stage_words)
+
+
+SHAPE = BlockShape(3, 2, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +163,8 @@ def entry_table(group: tuple[tuple[int, int], ...], steps: int) -> NDArray[np.fl
     return np.array(rows, np.float32)
 
 
-def coefficient_count(group: tuple[tuple[int, int], ...]) -> int:
-    """Floats of a row of `coefficients`: padded to whole loads of four."""
-    return max(4, -(-(sum(map(n_shifts, group)) - ((0, 0) in group)) // 4) * 4)
-
-
 def coefficients(group: tuple[tuple[int, int], ...], units: NDArray[np.int32], angle: float) -> NDArray[np.float32]:
-    """What the sums of a unit (a pair of lines at +y and -y) are multiplied by, (units, `coefficient_count`).
+    """What the sums of a unit (a pair of lines at +y and -y) are multiplied by, (units, sums); none for the shift (0, 0).
 
     Parameters
     ----------
@@ -137,23 +173,42 @@ def coefficients(group: tuple[tuple[int, int], ...], units: NDArray[np.int32], a
     angle : float
         ``2 pi step / box``.
     """
-    table = np.zeros((len(units), coefficient_count(group)), np.float32)
     x, y = units[:, 4].astype(np.float64), units[:, 5].astype(np.float64)
-    at = 0
+    columns = []
     for tx, ty in group:
         cx, sx, cy, sy = np.cos(angle * tx * x), np.sin(angle * tx * x), np.cos(angle * ty * y), np.sin(angle * ty * y)
         if tx and ty:
-            values = [cx * cy, cx * sy, sx * cy, sx * sy]
+            columns += [cx * cy, cx * sy, sx * cy, sx * sy]
         elif tx:
-            values = [cx, sx]
+            columns += [cx, sx]
         elif ty:
-            values = [cy, sy]
-        else:
-            values = []
-        for value in values:
-            table[:, at] = value
-            at += 1
-    return table
+            columns += [cy, sy]
+    return np.stack(columns, axis=1).astype(np.float32) if columns else np.zeros((len(units), 0), np.float32)
+
+
+def unit_rows(table: NDArray[np.float32], units: NDArray[np.int32], depth: int) -> NDArray[np.int32]:
+    """Rows of 32 words for shared memory: a unit's coefficients, and in the last word the header of the next unit.
+
+    The row of a unit lies with the stage of `depth` chunks in which its last chunk is; a stage has room for `depth` rows.
+
+    Returns
+    -------
+    (stages * depth, 32) int32
+    """
+    last = units[:, 0] + units[:, 1] * (1 + units[:, 2]) - 1
+    stage = last // depth
+    slot = np.arange(len(units)) - np.searchsorted(stage, stage)
+    rows = np.zeros(((int(stage[-1]) + 1) * depth, _ROW), np.float32)
+    at = stage * depth + slot
+    rows[at, : table.shape[1]] = table
+    words = rows.view(np.int32)
+    words[at[:-1], _ROW - 1] = unit_headers(units)[1:]
+    return words
+
+
+def unit_headers(units: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Chunks of a line, times two, plus 1 if there is a line at -y."""
+    return (2 * units[:, 1] + units[:, 2]).astype(np.int32)
 
 
 # -- the band in chunks ------------------------------------------------------------------------------------------------
@@ -198,23 +253,20 @@ def chunks_of(band: lines.LineBand) -> Chunks:
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
-def kernel_source(group: tuple[tuple[int, int], ...], warps: tuple[int, int] = _WARPS) -> str:
+def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape, without: str = "") -> str:
     """Python text of the kernel of a group of trial shifts.
 
-    The function is ``search(rotated, columns, column_size, units, coefficients, chunks, row_tiles, item_tiles, entries, first_row, largest2,
-    scales, factor, weighted, multiplier, bias, best)``: `rotated` and `columns` are fragments as int32, those of the z steps of the grid's
-    third axis `column_size` words apart; `units` (u * 2) int32 with chunks of a line and whether there is a line at -y;
+    The function is ``search(rotated, columns, column_size, first_unit, n_units, unit_rows, chunks, row_tiles, item_tiles, entries, first_row,
+    largest2, scales, factor, weighted, multiplier, bias, best)``: `rotated` and `columns` are fragments as int32, those of the z steps of
+    the grid's third axis `column_size` words apart; `unit_rows` as `unit_rows` makes them, flat int32; `first_unit` the first unit's header;
     `first_row` (z) int32 and `largest2` (z) float32 are each z step's row of the shift cube and squared radius of its disc; `best` (w, a)
     uint64 as `kernels.unpack_best` reads it; the rest as in `TensorSearch.run`.
 
-    A block's warps share what they multiply: its tiles of rotations and particles come through shared memory, as many chunks at a time as
-    the block has warps, and the copies of two such stages are on their way while one is used.
+    A block's warps share what they multiply: its tiles of rotations and particles, and the rows of the units that end with them, come
+    through shared memory, as many chunks at a time as the block has warps. The copies of the next stages are on their way while one is used.
     """
     sums = [f"{x}_{y}_{part}" for x, y in group for part in range(n_shifts((x, y)))]
-    stride = coefficient_count(group)
-    depth = warps[0] * warps[1]
-    threads, tiles = depth * 32, warps[0] + warps[1]
-    stage = tiles * depth * _WORDS
+    depth, threads, stage, tiles = shape.depth, shape.threads, shape.stage_words, shape.rows + shape.items
     text = Text()
     for line in (
         "from numba import cuda, float32, int32, int64, uint64",
@@ -224,46 +276,55 @@ def kernel_source(group: tuple[tuple[int, int], ...], warps: tuple[int, int] = _
         "from numba_glocal.backends.cuda.vector import wait_all_but_one_group, wait_all_groups",
         "",
         "",
-        f"@jit_for_blocks({threads}, 1)",
-        "def search(rotated, columns, column_size, units, coefficients, chunks, row_tiles, item_tiles, entries, first_row, largest2, scales,",
-        "           factor, weighted, multiplier, bias, best):",
+        f"@jit_for_blocks({threads}, {shape.blocks})",
+        "def search(rotated, columns, column_size, first_unit, n_units, unit_rows, chunks, row_tiles, item_tiles, entries, first_row, largest2,",
+        "           scales, factor, weighted, multiplier, bias, best):",
     ):
         text(line)
     text.depth = 1
     text("words, shared = cuda.shared.array(0, int32), cuda.shared.array(0, float32)")
     text("tid, z = cuda.threadIdx.x, cuda.blockIdx.z")
     text("lane, warp = tid % 32, tid // 32")
-    text(f"row_tile0, item_tile0 = cuda.blockIdx.x * {warps[0]}, cuda.blockIdx.y * {warps[1]}")
-    text(f"row_tile, item_tile = row_tile0 + warp % {warps[0]}, item_tile0 + warp // {warps[0]}")
-    text("# where this thread's copies of a stage come from: its warp copies one chunk of every tile")
-    text("from_chunk, into = warp, (warp * 32 + lane) * 4")
+    text(f"row_tile0, item_tile0 = cuda.blockIdx.x * {shape.rows}, cuda.blockIdx.y * {shape.items}")
+    text(f"row_tile, item_tile = row_tile0 + warp % {shape.rows}, item_tile0 + warp // {shape.rows}")
+    text("# where this thread's copies of a stage come from: its warp copies one chunk of every tile and one unit's row")
+    text(f"from_chunk, into, s_row = warp, (warp * 32 + lane) * 4, warp * {_ROW} + lane * 4")
+    text(f"into_row = {tiles * depth * _WORDS} + s_row")
     for tile in range(tiles):
-        if tile < warps[0]:
+        if tile < shape.rows:
             text(f"s{tile} = (min(row_tile0 + {tile}, row_tiles - 1) * int64(chunks) + warp) * {_WORDS} + lane * 4")
         else:
-            place = f"min(item_tile0 + {tile - warps[0]}, item_tiles - 1) * int64(chunks) + warp"
+            place = f"min(item_tile0 + {tile - shape.rows}, item_tiles - 1) * int64(chunks) + warp"
             text(f"s{tile} = z * int64(column_size) + ({place}) * {_WORDS} + lane * 4")
 
     def copy_stage() -> None:
-        text("if from_chunk < chunks:")
-        for tile in range(tiles):
-            array = "rotated" if tile < warps[0] else "columns"
-            text(f"copy_async(words, into + {tile * depth * _WORDS}, {array}, s{tile})", 1)
+        if "copy" not in without:
+            text("if from_chunk < chunks:")
+            for tile in range(tiles):
+                array = "rotated" if tile < shape.rows else "columns"
+                text(f"copy_async(words, into + {tile * depth * _WORDS}, {array}, s{tile})", 1)
+            text("if lane < 8:", 1)
+            text("copy_async(words, into_row, unit_rows, s_row)", 2)
         text("copies_end_group()")
         for tile in range(tiles):
             text(f"s{tile} += {depth * _WORDS}")
+        text(f"s_row += {depth * _ROW}")
         text(f"from_chunk += {depth}")
         text(f"into += {stage}")
+        text(f"into_row += {stage}")
         text(f"if into >= {_STAGES * stage}:")
         text(f"into -= {_STAGES * stage}", 1)
+        text(f"into_row -= {_STAGES * stage}", 1)
 
     for _ in range(_STAGES - 1):
         copy_stage()
     for corner in range(4):
         for name in sums:
             text(f"p{corner}_{name} = float32(0.0)")
-    text(f"own_a, own_b = (warp % {warps[0]}) * {depth * _WORDS} + lane * 4, ({warps[0]} + warp // {warps[0]}) * {depth * _WORDS} + lane * 4")
-    text(f"left, a, b, base = 0, 0, 0, {-stage}")
+    own_a = f"(warp % {shape.rows}) * {depth * _WORDS} + lane * 4"
+    text(f"own_a, own_b = {own_a}, ({shape.rows} + warp // {shape.rows}) * {depth * _WORDS} + lane * 4")
+    text(f"left, a, b, row, base = 0, 0, 0, 0, {-stage}")
+    text("unit = int32(first_unit)")
 
     def lines_sum(name: str) -> None:
         text("for j in range(count):")
@@ -276,22 +337,23 @@ def kernel_source(group: tuple[tuple[int, int], ...], warps: tuple[int, int] = _
         text(f"base += {stage}")
         text(f"if base >= {_STAGES * stage}:")
         text("base = 0", 1)
-        text(f"left, a, b = {depth}, base + own_a, base + own_b")
+        text(f"left, a, b, row = {depth}, base + own_a, base + own_b, base + {tiles * depth * _WORDS}")
         text.depth -= 1
-        text("a0, a1, a2, a3 = load_words4(words, a)")
-        text("b0, b1, b2, b3 = load_words4(words, b)")
-        for tile in range(2):
-            names = ", ".join(f"{name}{tile}{i}" for i in range(4))
-            # a lane's words are (rotation g: +z, -z), (rotation g + 8: +z, -z); the instruction wants them turned about
-            text(f"{names} = multiply_tile({names}, a0, a2, a1, a3, b{2 * tile}, b{2 * tile + 1})")
+        if "mma" not in without:
+            text("a0, a1, a2, a3 = load_words4(words, a)")
+            text("b0, b1, b2, b3 = load_words4(words, b)")
+            for tile in range(2):
+                names = ", ".join(f"{name}{tile}{i}" for i in range(4))
+                # a lane's words are (rotation g: +z, -z), (rotation g + 8: +z, -z); the instruction wants them turned about
+                text(f"{names} = multiply_tile({names}, a0, a2, a1, a3, b{2 * tile}, b{2 * tile + 1})")
         text(f"a += {_WORDS}")
         text(f"b += {_WORDS}")
         text("left -= 1")
         text.depth -= 1
 
-    text("for unit in range(units.shape[0] // 2):")
+    text("for number in range(n_units):")
     text.depth = 2
-    text("count, paired = units[2 * unit], units[2 * unit + 1]")
+    text("count, paired = unit >> 1, unit & 1")
     for name in "gh":
         for tile in range(2):
             text(", ".join(f"{name}{tile}{i}" for i in range(4)) + " = " + ", ".join(["float32(0.0)"] * 4))
@@ -300,11 +362,14 @@ def kernel_source(group: tuple[tuple[int, int], ...], warps: tuple[int, int] = _
     text.depth = 3
     lines_sum("h")
     text.depth = 2
-    for word in range(0, stride, 4):
-        text(", ".join(f"k{word + i}" for i in range(4)) + f" = load4(coefficients, unit * {stride} + {word})")
+    for word in range(0, _ROW, 4):
+        if word < len(sums):
+            text(", ".join(f"k{word + i}" for i in range(4)) + f" = load4(shared, row + {word})")
+    text(f"unit = words[row + {_ROW - 1}]")
+    text(f"row += {_ROW}")
     for corner in range(4):
-        tile, row = corner % 2, corner // 2
-        re, im = 2 * row, 2 * row + 1
+        tile, part_row = corner % 2, corner // 2
+        re, im = 2 * part_row, 2 * part_row + 1
         text(f"sr, si = g{tile}{re} + h{tile}{re}, g{tile}{im} + h{tile}{im}")
         text(f"dr, di = g{tile}{re} - h{tile}{re}, g{tile}{im} - h{tile}{im}")
         at = 0
@@ -319,14 +384,15 @@ def kernel_source(group: tuple[tuple[int, int], ...], warps: tuple[int, int] = _
                 text(f"p{corner}_{x}_{y}_0 += sr")
                 continue
             for part, value in enumerate(parts):
-                text(f"p{corner}_{x}_{y}_{part} += k{at} * {value}")
+                if "fold" not in without or part == 0:
+                    text(f"p{corner}_{x}_{y}_{part} += k{at} * {value}")
                 at += 1
     text.depth = 1
     text("wait_all_groups()")
     text("cuda.syncthreads()")
     for corner in range(4):
-        tile, row = corner % 2, corner // 2
-        text(f"rotation, item = row_tile * {_ROTATIONS} + lane // 4 + {8 * row}, item_tile * {_ITEMS} + lane % 4 + {4 * tile}")
+        tile, part_row = corner % 2, corner // 2
+        text(f"rotation, item = row_tile * {_ROTATIONS} + lane // 4 + {8 * part_row}, item_tile * {_ITEMS} + lane % 4 + {4 * tile}")
         text("if rotation < best.shape[1] and item < best.shape[0]:")
         text.depth = 2
         for place, name in enumerate(sums):
@@ -346,11 +412,11 @@ def kernel_source(group: tuple[tuple[int, int], ...], warps: tuple[int, int] = _
         text("if further > 1:")
         text(f"value += s2 * shared[own + {2 * threads}] + s3 * shared[own + {3 * threads}]", 1)
         text("value *= back")
-        text("row = int32(row_xy) + first_row[z]")
+        text("cube_row = int32(row_xy) + first_row[z]")
         text("if weighted:")
-        text("value = value * multiplier[item, row] + bias[item, row]", 1)
+        text("value = value * multiplier[item, cube_row] + bias[item, cube_row]", 1)
         text("if value > top:")
-        text("top, where = value, row", 1)
+        text("top, where = value, cube_row", 1)
         text.depth = 2
         text("cuda.atomic.max(best, (item, rotation), ordered_score(top, where))")
         text.depth = 1
@@ -358,9 +424,9 @@ def kernel_source(group: tuple[tuple[int, int], ...], warps: tuple[int, int] = _
 
 
 @lru_cache(maxsize=64)
-def search_kernel(group: tuple[tuple[int, int], ...], warps: tuple[int, int] = _WARPS) -> Any:
+def search_kernel(group: tuple[tuple[int, int], ...], shape: BlockShape, without: str = "") -> Any:
     """The kernel of a group of trial shifts."""
-    return written_function(kernel_source(group, warps), f"tensor_{len(group)}", "search")
+    return written_function(kernel_source(group, shape, without), f"tensor_{len(group)}", "search")
 
 
 # -- the search of a level ---------------------------------------------------------------------------------------------
@@ -379,19 +445,30 @@ class _Launch:
     Attributes
     ----------
     group : tuple
-    planes : (z,) int32
+    first_plane, planes : int
         Which of the shifted copies of the columns.
-    entries, coefficients, first_row, largest2 : device arrays
+    entries, first_row, largest2 : device arrays
         See `kernel_source`.
+    table : (units, sums) float32
+        See `coefficients`.
+    rows : dict
+        `unit_rows` on the device, by the depth of a stage.
     """
 
     group: tuple[tuple[int, int], ...]
     first_plane: int
     planes: int
     entries: Any
-    coefficients: Any
     first_row: Any
     largest2: Any
+    table: NDArray[np.float32]
+    rows: dict[int, Any]
+
+    def unit_rows(self, units: NDArray[np.int32], depth: int) -> Any:
+        """Rows for stages of so many chunks."""
+        if depth not in self.rows:
+            self.rows[depth] = cuda.to_device(unit_rows(self.table, units, depth).ravel())
+        return self.rows[depth]
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +481,7 @@ class TensorSearch:
     cube : ShiftCube
     n_rotations : int
     chunks : Chunks
-    pair, depth, units, root, angles : device arrays
+    pair, depth, root, angles : device arrays
         `angles`: phase of a step of z, ``2 pi step tz / box``, for tz = 0, +1, -1, +2 ..
     rotated : device array
         Rotated references as fragments, in half precision.
@@ -421,7 +498,6 @@ class TensorSearch:
     chunks: Chunks
     pair: Any
     depth: Any
-    units: Any
     root: Any
     angles: Any
     rotated: Any
@@ -468,9 +544,10 @@ class TensorSearch:
                     used[0],
                     len(used),
                     cuda.to_device(entry_table(group, cube.steps).ravel()),
-                    cuda.to_device(coefficients(group, chunks.units, angle).ravel()),
                     cuda.to_device(np.array(used, np.int32)),
                     cuda.to_device(np.array([largest2 - steps[plane] ** 2 + 1e-6 for plane in used], np.float32)),
+                    coefficients(group, chunks.units, angle),
+                    {},
                 )
             )
         return cls(
@@ -480,7 +557,6 @@ class TensorSearch:
             chunks,
             pair,
             cuda.to_device(np.where(chunks.pair >= 0, band.lattice[2 * chunks.pair, 2], 0).astype(np.float32)),
-            cuda.to_device(np.ascontiguousarray(chunks.units[:, 1:3]).ravel()),
             device_root,
             cuda.to_device((angle * np.array(steps)).astype(np.float32)),
             rotated,
@@ -494,7 +570,7 @@ class TensorSearch:
         """Of the device."""
         return int(self.rotated.nbytes)
 
-    def run(self, columns: Any, items: int, weighting: Weighting, best: Any, best_shift: Any, warps: tuple[int, int] = _WARPS) -> None:
+    def run(self, columns: Any, items: int, weighting: Weighting, best: Any, best_shift: Any, shape: BlockShape = SHAPE) -> None:
         """Best num (times factor, plus offset) over the trial shifts of every item and rotation.
 
         Parameters
@@ -510,9 +586,9 @@ class TensorSearch:
             last = min(items, first + part)
             if weighting.used:
                 weighting = Weighting(True, weighting.multiplier[first:last], weighting.bias[first:last])
-            self._run_part(columns[first:last], scales[first:last], weighting, best[first:last], best_shift[first:last], warps)
+            self._run_part(columns[first:last], scales[first:last], weighting, best[first:last], best_shift[first:last], shape)
 
-    def _run_part(self, columns: Any, scales: Any, weighting: Weighting, best: Any, best_shift: Any, warps: tuple[int, int]) -> None:
+    def _run_part(self, columns: Any, scales: Any, weighting: Weighting, best: Any, best_shift: Any, shape: BlockShape) -> None:
         items = columns.shape[0]
         row_tiles, item_tiles = -(-self.n_rotations // _ROTATIONS), -(-items // _ITEMS)
         plane_words = item_tiles * self.chunks.count * _WORDS
@@ -523,16 +599,16 @@ class TensorSearch:
         found = cuda.device_array((items, self.n_rotations), np.uint64)
         kernels.clear_best[(-(-self.n_rotations // 128), items), 128](found)
         rotated, shifted = self.rotated.view(np.int32), packed.view(np.int32)
-        threads = warps[0] * warps[1] * 32
+        headers = unit_headers(self.chunks.units)
         for launch in self.launches:
-            kernel = search_kernel(launch.group, warps)
-            shared = 4 * max(sum(map(n_shifts, launch.group)) * threads, _STAGES * sum(warps) * warps[0] * warps[1] * _WORDS)
+            kernel = search_kernel(launch.group, shape)
             arguments = (
                 rotated,
                 shifted[launch.first_plane * plane_words :],
                 plane_words,
-                self.units,
-                launch.coefficients,
+                int(headers[0]),
+                len(headers),
+                launch.unit_rows(self.chunks.units, shape.depth),
                 self.chunks.count,
                 row_tiles,
                 item_tiles,
@@ -546,6 +622,8 @@ class TensorSearch:
                 weighting.bias,
                 found,
             )
+            shared = shape.shared_bytes(sum(map(n_shifts, launch.group)))
             allow_shared(kernel, arguments, shared)
-            kernel[(-(-row_tiles // warps[0]), -(-item_tiles // warps[1]), launch.planes), threads, 0, shared](*arguments)
+            grid = -(-row_tiles // shape.rows), -(-item_tiles // shape.items), launch.planes
+            kernel[grid, shape.threads, 0, shared](*arguments)
         kernels.unpack_best[(-(-self.n_rotations // 128), items), 128](found, best, best_shift)
