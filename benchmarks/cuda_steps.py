@@ -21,9 +21,10 @@ from numba import cuda, float32
 
 from numba_glocal.backends import lines
 from numba_glocal.backends.cuda import kernels
-from numba_glocal.backends.cuda.backend import _ball_radius2, _Transform, den_products, device_name
+from numba_glocal.backends.cuda.backend import _ball_radius2, den_products, device_name
 from numba_glocal.backends.cuda.search import coefficient_table, launch, shift_groups
 from numba_glocal.backends.cuda.tensor import TensorSearch, Weighting, available
+from numba_glocal.backends.cuda.transform import Transform
 from numba_glocal.fourier import grid_band, max_band, padded_offset
 from numba_glocal.geometry import rotvec_to_matrix
 from numba_glocal.noise import TABLE_SIZE
@@ -326,7 +327,7 @@ def transforms(box: int, particles: int) -> dict[str, Any]:
     volumes = cuda.to_device(rng.normal(size=(particles, box**3)).astype(np.float32))
     row: dict[str, Any] = {"box": box, "particles": particles}
     for name, k_max, padded in (("padded_full", reach, True), ("padded_k20", 20, True), ("cube", reach, False)):
-        transform = _Transform(box, k_max, padded)
+        transform = Transform(box, k_max, padded)
         out = cuda.device_array(particles * transform.size, np.float32)
         row[f"{name}_us"] = round(1e3 * milliseconds(lambda t=transform, o=out: t(volumes, particles, o)) / particles, 2)
     return row

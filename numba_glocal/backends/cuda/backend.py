@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections import OrderedDict
 from collections.abc import Hashable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,261 +13,37 @@ from numba.core import config
 from numpy.typing import NDArray
 
 from ...errors import BadParticleError, DeviceError
-from ...fourier import PAD, GridBand, grid_band, max_band, padded_offset
+from ...fourier import grid_band, max_band, padded_offset
 from ...masks import spherical_mask
-from ...noise import N_WEIGHT_BINS, TABLE_SIZE, WEIGHT_BIN_EDGES, ResidualPower
+from ...noise import N_WEIGHT_BINS, WEIGHT_BIN_EDGES, ResidualPower
 from ...shifts import angst_to_voxels, voxels_to_angst
 from .. import lines
 from ..cache import ByteCache
 from ..cpu import CPUSearchSession, unpack_normal_equations
 from ..interpolation import interpolation_curvature
-from ..protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, WeightedSum, no_candidates
+from ..protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, no_candidates
 from . import gemm, kernels
+from .pool import Pool, read_all
 from .search import TILE_ROTATIONS, coefficient_table, launch, shift_groups
+from .sums import CUDASumSession
 from .tensor import TensorSearch, Weighting, available
+from .transform import SPARE_BYTES as _SPARE_BYTES
+from .transform import BandOnDevice, Transform, band_on_device
+from .weights import WeightVolumes
 
 _STOP_ANGLE_DEG = 0.02
 _STOP_SHIFT_ANGST = 0.02
 _MAX_STEPS = 8
 _MAX_ANGLE_STEP_DEG = 3.0
-_READERS = 6
 _POOL_SHARE = 0.6
 _WORK_SHARE = 0.15
 _SIMULATED_MEMORY = 256 << 20
-_SPARE_BYTES = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class _Weight:
-    """What kernels need to know of one weight volume."""
-
-    row: int
-    maximum: float
-    signed: bool
-
-
-class _Weights:
-    """All weight volumes in use, on the device; the same array object is stored once."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.size = n * n * (n // 2 + 1)
-        self._known: dict[int, _Weight] = {}
-        self._kept: list[NDArray[np.float32]] = []
-        self._host_rows: list[NDArray[np.float32]] = []
-        self._device: Any = None
-        self._capacity = 0
-        self._filled = 0
-        self._facts: tuple[Any, Any, Any] | None = None
-
-    def add(self, weight: NDArray[np.float32]) -> _Weight:
-        """Row of a weight, uploaded on first sight."""
-        found = self._known.get(id(weight))
-        if found is not None:
-            return found
-        maximum = float(np.abs(weight).max())
-        row = _Weight(len(self._kept), maximum, bool(weight.min() < -0.05 * maximum))
-        self._known[id(weight)] = row
-        self._kept.append(weight)  # keeps the object, and with it its id, alive
-        self._facts = None
-        return row
-
-    def device(self) -> Any:
-        """Flat device array of all rows."""
-        if len(self._kept) > self._capacity:
-            capacity = max(16, 2 * len(self._kept))
-            bigger = cuda.device_array(capacity * self.size, np.float32)
-            if self._device is not None:
-                bigger[: self._filled * self.size].copy_to_device(self._device[: self._filled * self.size])
-            self._device, self._capacity = bigger, capacity
-        while self._filled < len(self._kept):
-            at = self._filled * self.size
-            self._device[at : at + self.size].copy_to_device(np.ascontiguousarray(self._kept[self._filled], np.float32).ravel())
-            self._filled += 1
-        return self._device
-
-    def facts(self) -> tuple[Any, Any, Any]:
-        """Per row, on the device: signed (int32), table scale, 1 / maximum."""
-        if self._facts is None:
-            rows = sorted(self._known.values(), key=lambda w: w.row)
-            signed = np.array([w.signed for w in rows], np.int32)
-            maximum = np.maximum(np.array([w.maximum for w in rows], np.float64), 1e-30)
-            self._facts = (
-                cuda.to_device(signed),
-                cuda.to_device(((TABLE_SIZE - 1) / maximum).astype(np.float32)),
-                cuda.to_device((1.0 / maximum).astype(np.float32)),
-            )
-        return self._facts
-
-    def any_in_band(self, weight: NDArray[np.float32], band: GridBand) -> bool:
-        """Whether anything is left in the band."""
-        return bool(np.any(weight.ravel()[band.index]))
-
-
-class _Slots:
-    """Slots of a pool, least recently used first out."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._slot_of: OrderedDict[Hashable, int] = OrderedDict()
-        self._facts: dict[Hashable, Any] = {}
-        self._free = list(range(capacity - 1, -1, -1))
-
-    def get(self, key: Hashable) -> tuple[int, Any] | None:
-        """Slot and facts of a particle that is there."""
-        if key not in self._slot_of:
-            return None
-        self._slot_of.move_to_end(key)
-        return self._slot_of[key], self._facts[key]
-
-    def take(self, key: Hashable, facts: Any, busy: set[int]) -> int:
-        """A slot for a new particle; those in `busy` are not taken away."""
-        if not self._free:
-            for old, slot in self._slot_of.items():
-                if slot not in busy:
-                    del self._slot_of[old], self._facts[old]
-                    self._free.append(slot)
-                    break
-            else:
-                raise DeviceError(
-                    "the GPU's memory does not hold one chunk of particles; use fewer workers a GPU, --binning, or a larger --gpu-memory"
-                )
-        slot = self._free.pop()
-        self._slot_of[key], self._facts[key] = slot, facts
-        return slot
 
 
 def _free_bytes() -> int:
     if config.ENABLE_CUDASIM:
         return _SIMULATED_MEMORY
     return int(cuda.current_context().get_memory_info().free)
-
-
-def _transform_matrices(n: int, reach: int, padded: bool) -> tuple[NDArray[np.complex64], NDArray[np.complex64]]:
-    """Transform along x (columns 0 ..) and along y or z (rows -.. to +..), sinc correction included where padded."""
-    x = np.arange(n) - n // 2
-    if padded:
-        c = padded_offset(reach)
-        scale, correction = PAD * n, np.sinc(x / (PAD * n)) ** 2
-    else:
-        c, scale, correction = reach, n, np.ones(n)
-    along = np.exp(-2j * np.pi / scale * np.outer(np.arange(-c, c + 1), x)) / correction
-    return along[c:].T.astype(np.complex64), along.astype(np.complex64)  # (n, c + 1), (2 c + 1, n)
-
-
-class _Transform:
-    """Cropped Fourier transforms of batches of real volumes by three products with DFT matrices: no FFT library is needed."""
-
-    def __init__(self, n: int, reach: int, padded: bool) -> None:
-        self.n = n
-        self.c = padded_offset(reach) if padded else reach
-        to_x, to_yz = _transform_matrices(n, reach, padded)
-        self._x = cuda.to_device(np.ascontiguousarray(to_x).view(np.float32).ravel())
-        self._yz = cuda.to_device(np.ascontiguousarray(to_yz).view(np.float32).ravel())
-        self.size = 2 * (2 * self.c + 1) ** 2 * (self.c + 1)
-        self._work: tuple[Any, Any] | None = None
-        self._batch = 0
-
-    def __call__(self, volumes: Any, count: int, out: Any) -> None:
-        """Transforms `count` volumes of a (p, n^3) device array into `out`, a flat device array of count * size."""
-        n, c = self.n, self.c
-        rows, columns = 2 * c + 1, c + 1
-        if self._work is None or self._batch < count:
-            self._work = None
-            self._work = cuda.device_array(count * n * n * columns * 2, np.float32), cuda.device_array(count * n * rows * columns * 2, np.float32)
-            self._batch = count
-        first, second = self._work
-        threads = (16, 16)
-
-        def launch(grid_rows: int, grid_columns: int, batch: int, *arguments: Any) -> None:
-            kernels.contract[(-(-grid_columns // kernels.WIDE_TILE), -(-grid_rows // kernels.WIDE_TILE), batch), threads](
-                *arguments, grid_rows, grid_columns, n
-            )
-
-        flat = volumes.reshape(volumes.size)
-        # along x: (n n, n) by (n, columns), a particle a batch
-        launch(n * n, columns, count, flat, n**3, n, 1, 0, self._x, 0, columns, 1, 1, first, n * n * columns, columns, 1)
-        # along y: (rows, n) by (n, columns), a z plane of a particle a batch
-        launch(rows, columns, count * n, self._yz, 0, n, 1, 1, first, n * columns, columns, 1, 1, second, rows * columns, columns, 1)
-        # along z: (rows, n) by (n, rows columns), a particle a batch
-        plane = rows * columns
-        launch(rows, plane, count, self._yz, 0, n, 1, 1, second, n * plane, plane, 1, 1, out, rows * plane, plane, 1)
-
-
-class _Pool:
-    """Prepared particles on the device: padded spectra and cubes, in slots.
-
-    Parameters
-    ----------
-    n : int
-        Worked box.
-    reach : int
-        Band of the padded spectra; 0: only cubes.
-    cube_reach : int
-        Band of the cubes.
-    unmasked : bool
-        Whether unmasked cubes and padded spectra are needed too (flcf).
-    budget_bytes : int
-    sum_reach : int
-        Band of the unmasked cubes that averages need; 0: none. A search pool holds them too, so that a particle is read and uploaded once.
-    """
-
-    def __init__(self, n: int, reach: int, cube_reach: int, unmasked: bool, budget_bytes: int, sum_reach: int = 0) -> None:
-        self.n, self.reach, self.cube_reach, self.unmasked = n, reach, cube_reach, unmasked
-        self.pad = _Transform(n, reach, True) if reach else None
-        self.cube = _Transform(n, cube_reach, False)
-        kinds = 2 if unmasked else 1
-        self.sum = _Transform(n, sum_reach, False) if sum_reach else None
-        self.slot_bytes = 4 * (kinds * ((self.pad.size if self.pad else 0) + self.cube.size) + (self.sum.size if self.sum else 0))
-        capacity = int(max(8, min(budget_bytes // self.slot_bytes, 1 << 17)))
-        self.slots = _Slots(capacity)
-        self.batch = int(max(1, min(64, (256 << 20) // (8 * PAD * n**3 * 4))))
-        # a little room after the last slot: the four neighbours of a sample at the band's edge are read two by two
-        spare = _SPARE_BYTES // 4
-        self.spectra = [cuda.device_array(capacity * self.pad.size + spare, np.float32) for _ in range(kinds)] if self.pad else []
-        self.cubes = [cuda.device_array(capacity * self.cube.size + spare, np.float32) for _ in range(kinds)]
-        self.sum_cubes = cuda.device_array(capacity * self.sum.size + spare, np.float32) if self.sum else None
-        self._masked = cuda.device_array((self.batch, n**3), np.float32)
-        self._pinned = [np.empty((self.batch, n**3), np.float32) if config.ENABLE_CUDASIM else cuda.pinned_array((self.batch, n**3), np.float32)]
-
-    def prepare(self, volumes: list[NDArray[np.float32]], slots: list[int], mask: Any, outside: NDArray[np.bool_] | None) -> None:
-        """Uploads volumes, masks them (when there is a mask) and transforms them into their slots."""
-        for first in range(0, len(volumes), self.batch):
-            part = volumes[first : first + self.batch]
-            count = len(part)
-            staged = self._pinned[0]
-            levels = np.zeros(count, np.float32)
-            for i, volume in enumerate(part):
-                staged[i] = volume.reshape(-1)
-                if outside is not None:
-                    levels[i] = volume[outside].mean() if outside.any() else volume.mean()
-            raw = cuda.to_device(staged[:count])
-            kinds: list[Any] = [raw]
-            if mask is not None:
-                kernels.mask_particles[(-(-(self.n**3) // 256), count), 256](raw, mask, cuda.to_device(levels), self._masked[:count])
-                kinds = [self._masked]
-                if self.unmasked:
-                    level_only = cuda.device_array((count, self.n**3), np.float32)
-                    ones = cuda.to_device(np.ones(self.n**3, np.float32))
-                    kernels.mask_particles[(-(-(self.n**3) // 256), count), 256](raw, ones, cuda.to_device(levels), level_only)
-                    kinds.append(level_only)
-            if self.sum is not None:
-                self._into_slots(raw, count, slots[first : first + count], self.sum, self.sum_cubes)
-            for kind, source in enumerate(kinds):
-                self._into_slots(source, count, slots[first : first + count], self.cube, self.cubes[kind])
-                if self.pad is not None:
-                    self._into_slots(source, count, slots[first : first + count], self.pad, self.spectra[kind])
-
-    def _into_slots(self, source: Any, count: int, slots: list[int], transform: _Transform, pool: Any) -> None:
-        """Runs of neighbouring slots are written in place."""
-        start = 0
-        while start < count:
-            stop = start + 1
-            while stop < count and slots[stop] == slots[stop - 1] + 1:
-                stop += 1
-            at = slots[start] * transform.size
-            transform(source[start:stop], stop - start, pool[at : at + (stop - start) * transform.size])
-            start = stop
 
 
 def den_products(powers: Any, den_weight: Any, den: Any) -> None:
@@ -327,10 +100,10 @@ class CUDABackend:
         self.device = device_name()
         free = _free_bytes()
         self.memory_bytes = min(memory_bytes, free // share) if memory_bytes else free // share
-        self._pools: dict[str, tuple[Hashable, _Pool]] = {}
-        self._weights: dict[int, _Weights] = {}
+        self._pools: dict[str, tuple[Hashable, Pool]] = {}
+        self._weights: dict[int, WeightVolumes] = {}
 
-    def pool(self, kind: str, n: int, reach: int, cube_reach: int, unmasked: bool) -> _Pool:
+    def pool(self, kind: str, n: int, reach: int, cube_reach: int, unmasked: bool) -> Pool:
         """The pool of search or sum particles; another band or box makes a new one in its place."""
         key = (n, reach, cube_reach, unmasked)
         found = self._pools.get(kind)
@@ -342,19 +115,19 @@ class CUDABackend:
             gc.collect()
             cuda.current_context().deallocations.clear()
         share = _POOL_SHARE * (0.85 if kind == "search" else 0.15)
-        made = _Pool(n, reach, cube_reach, unmasked, int(self.memory_bytes * share), n // 2 - 1 if kind == "search" else 0)
+        made = Pool(n, reach, cube_reach, unmasked, int(self.memory_bytes * share), n // 2 - 1 if kind == "search" else 0)
         self._pools[kind] = (key, made)
         return made
 
-    def held(self, n: int) -> _Pool | None:
+    def held(self, n: int) -> Pool | None:
         """The search pool, if it is of this box."""
         found = self._pools.get("search")
         return found[1] if found is not None and found[1].n == n else None
 
-    def weights(self, n: int) -> _Weights:
+    def weights(self, n: int) -> WeightVolumes:
         """Weight volumes of a box."""
         if n not in self._weights:
-            self._weights = {n: _Weights(n)}
+            self._weights = {n: WeightVolumes(n)}
         return self._weights[n]
 
     def open_search(self, setup: SearchSetup) -> CUDASearchSession:
@@ -364,46 +137,6 @@ class CUDABackend:
     def open_sum(self, setup: SumSetup) -> CUDASumSession:
         """A session for sums."""
         return CUDASumSession(self, setup)
-
-
-@dataclass(slots=True)
-class _BandOnDevice:
-    """Samples of a grid band: where they are in a cube and in a weight, k, shell."""
-
-    cube_index: Any
-    k: Any
-    weight_index: Any
-    shell: Any
-    size: int
-
-
-def _band_on_device(band: GridBand, chosen: NDArray[np.intp], cube_reach: int) -> _BandOnDevice:
-    k = band.k[chosen].astype(np.int32)
-    rows = 2 * cube_reach + 1
-    at = ((k[:, 2] + cube_reach) * rows + k[:, 1] + cube_reach) * (cube_reach + 1) + k[:, 0]
-    return _BandOnDevice(
-        cuda.to_device(at.astype(np.int32)),
-        cuda.to_device(np.ascontiguousarray(k.astype(np.int16)).ravel()),
-        cuda.to_device(band.index[chosen].astype(np.int32)),
-        cuda.to_device(band.shell[chosen].astype(np.int32)),
-        len(chosen),
-    )
-
-
-def _read_all(particles: ParticleBatch, wanted: list[int]) -> Any:
-    """(index, volume, weight) or (index, BadParticleError), read ahead by a few threads."""
-
-    def one(index: int) -> Any:
-        try:
-            return (index, *particles.read(index))
-        except BadParticleError as problem:
-            return index, problem
-
-    if len(wanted) < 4:
-        yield from map(one, wanted)
-        return
-    with ThreadPoolExecutor(_READERS) as readers:
-        yield from readers.map(one, wanted)
 
 
 class CUDASearchSession:
@@ -423,15 +156,15 @@ class CUDASearchSession:
         self._inverse_sigma2 = cuda.to_device(setup.noise.inverse_sigma2())
         self._tables = cuda.to_device(np.stack([setup.noise.inverse_table(False), setup.noise.inverse_table(True)]))
         self._curvature = cuda.to_device(interpolation_curvature(setup.reference, n))
-        transform = _Transform(n, self._reach, True)
+        transform = Transform(n, self._reach, True)
         self._reference = cuda.device_array(transform.size + _SPARE_BYTES // 4, np.float32)
         transform(cuda.to_device(setup.reference.astype(np.float32).reshape(1, -1)), 1, self._reference[: transform.size])
         self._band = grid_band(n, float(max_band(n)))
         k_max = min(setup.k_max, float(self._reach))
         inside = (self._band.radius2 <= k_max * k_max + 1e-6) & (self._band.radius2 >= setup.k_min**2 - 1e-6)
         self._cube_reach = max_band(n)
-        self._samples = _band_on_device(self._band, np.flatnonzero(inside), self._cube_reach)
-        self._by_shell: tuple[_BandOnDevice, Any] | None = None
+        self._samples = band_on_device(self._band, np.flatnonzero(inside), self._cube_reach)
+        self._by_shell: tuple[BandOnDevice, Any] | None = None
         self._templates: ByteCache = ByteCache(int(backend.memory_bytes * 0.1))
         self._lines: dict[float, tuple[Any, ...]] = {}
         self._tensor: ByteCache = ByteCache(int(backend.memory_bytes * 0.1))
@@ -440,7 +173,7 @@ class CUDASearchSession:
         self._usable: NDArray[np.bool_] = np.zeros(0, bool)
         self._host: CPUSearchSession | None = None
         self._batch: ParticleBatch | None = None
-        self._pool: _Pool | None = None
+        self._pool: Pool | None = None
 
     # -- particles ---------------------------------------------------------------------------------------------------
 
@@ -464,7 +197,7 @@ class CUDASearchSession:
                 busy.add(int(slots[index]))
         volumes: list[NDArray[np.float32]] = []
         taken: list[int] = []
-        for item in _read_all(particles, missing):
+        for item in read_all(particles, missing):
             index = item[0]
             if isinstance(item[1], BadParticleError):
                 usable[index] = False
@@ -494,7 +227,7 @@ class CUDASearchSession:
         weights = self.backend.weights(self._n)
         return (weights.device(), weights.size, *weights.facts())
 
-    def _loaded_pool(self) -> _Pool:
+    def _loaded_pool(self) -> Pool:
         assert self._pool is not None, "no particles are loaded"
         return self._pool
 
@@ -739,7 +472,7 @@ class CUDASearchSession:
     def _powers(self, k_max: float) -> NDArray[np.float64]:
         """``sum w |X|^2`` of every particle up to a band."""
         inside = (self._band.radius2 <= k_max * k_max + 1e-6) & (self._band.radius2 >= self.setup.k_min**2 - 1e-6)
-        samples = _band_on_device(self._band, np.flatnonzero(inside), self._cube_reach)
+        samples = band_on_device(self._band, np.flatnonzero(inside), self._cube_reach)
         count = len(self._slots)
         out = cuda.device_array(count, np.float64)
         device_weights, weight_size, signed, table_scale, _ = self._weights()
@@ -910,7 +643,7 @@ class CUDASearchSession:
         if self._by_shell is None:
             order = np.argsort(self._band.shell, kind="stable")
             start = np.searchsorted(self._band.shell[order], np.arange(shells + 1)).astype(np.int32)
-            self._by_shell = _band_on_device(self._band, order, self._cube_reach), cuda.to_device(start)
+            self._by_shell = band_on_device(self._band, order, self._cube_reach), cuda.to_device(start)
         samples, start = self._by_shell
         shifts = angst_to_voxels(shifts_angst[p], grid.pixel_size_angst, grid.box_size, n) / n
         results = [cuda.device_array((len(p), N_WEIGHT_BINS, shells), np.float32) for _ in range(3)]
@@ -954,141 +687,6 @@ class CUDASearchSession:
         self._lines = {}
         self._tensor = ByteCache(0)
         self._host = None
-
-
-class CUDASumSession:
-    """See `protocols.SumSession`."""
-
-    def __init__(self, backend: CUDABackend, setup: SumSetup) -> None:
-        self.setup, self.backend = setup, backend
-        self._n = setup.grid.binned_box_size
-        self._reach = self._n // 2 - 1
-        self._offset = padded_offset(self._reach)
-        band = grid_band(self._n, float(self._reach))
-        self._samples = _band_on_device(band, np.arange(len(band.index)), self._reach)
-        rows, columns = 2 * self._offset + 1, self._offset + 2
-        self._shape = (rows, rows, columns)
-        self._sums = cuda.to_device(np.zeros((3, rows * rows * columns), np.int64))
-        self._tables = cuda.to_device(np.stack([setup.noise.inverse_table(False), setup.noise.inverse_table(True)]))
-        self._count = 0
-
-    def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
-        """Inserts particles at their poses; returns (index, reason) of those left out."""
-        n = self._n
-        weights = self.backend.weights(n)
-        bad: list[tuple[int, str]] = []
-        count = len(particles.keys)
-        slots, kinds, usable = np.zeros(count, np.int32), np.zeros(count, np.int32), np.ones(count, bool)
-        held = self.backend.held(n)
-        in_search = np.zeros(count, bool)
-        if held is not None:
-            for index, name in enumerate(particles.keys):
-                found = held.slots.get((name, self.setup.normalise_mask))
-                if found is not None:
-                    slots[index], kinds[index] = found
-                    in_search[index] = True
-        if not in_search.all():
-            pool = self.backend.pool("sum", n, 0, self._reach, False)
-            bad = self._load_rest(particles, pool, np.flatnonzero(~in_search), slots, kinds, usable)
-            self._insert(np.flatnonzero(usable & ~in_search), pool.cubes[0], pool.cube.size, slots, kinds, rotations, shifts_angst)
-        if held is not None and held.sum is not None:
-            self._insert(np.flatnonzero(in_search), held.sum_cubes, held.sum.size, slots, kinds, rotations, shifts_angst)
-        self._count += int(usable.sum())
-        assert weights is self.backend.weights(n)
-        return bad
-
-    def _load_rest(
-        self,
-        particles: ParticleBatch,
-        pool: _Pool,
-        rest: NDArray[np.intp],
-        slots: NDArray[np.int32],
-        kinds: NDArray[np.int32],
-        usable: NDArray[np.bool_],
-    ) -> list[tuple[int, str]]:
-        """Particles that no search has brought to the device: read, uploaded and transformed for the sum alone."""
-        weights = self.backend.weights(self._n)
-        bad: list[tuple[int, str]] = []
-        busy: set[int] = set()
-        missing = []
-        for index in map(int, rest):
-            found = pool.slots.get(particles.keys[index])
-            if found is None:
-                missing.append(index)
-            else:
-                slots[index], kinds[index] = found
-                busy.add(int(slots[index]))
-        volumes: list[NDArray[np.float32]] = []
-        taken: list[int] = []
-        for item in _read_all(particles, missing):
-            index = item[0]
-            if isinstance(item[1], BadParticleError):
-                usable[index] = False
-                bad.append((index, item[1].reason))
-                continue
-            _, volume, weight = item
-            kinds[index] = weights.add(weight).row
-            slot = pool.slots.take(particles.keys[index], int(kinds[index]), busy)
-            busy.add(slot)
-            slots[index] = slot
-            volumes.append(volume)
-            taken.append(slot)
-            if len(volumes) == pool.batch:
-                pool.prepare(volumes, taken, None, None)
-                volumes, taken = [], []
-        if volumes:
-            pool.prepare(volumes, taken, None, None)
-        return sorted(bad)
-
-    def _insert(
-        self,
-        p: NDArray[np.intp],
-        cubes: Any,
-        cube_size: int,
-        slots: NDArray[np.int32],
-        kinds: NDArray[np.int32],
-        rotations: NDArray[np.float64],
-        shifts_angst: NDArray[np.float64],
-    ) -> None:
-        """Adds particles that are on the device."""
-        if not len(p):
-            return
-        grid, n = self.setup.grid, self._n
-        weights = self.backend.weights(n)
-        shifts = angst_to_voxels(shifts_angst[p], grid.pixel_size_angst, grid.box_size, n) / n
-        device_weights = weights.device()
-        signed, table_scale, _ = weights.facts()
-        kernels.insert[(-(-self._samples.size // 128), len(p)), 128](
-            self._sums,
-            self._offset,
-            n,
-            cubes,
-            cube_size,
-            cuda.to_device(slots[p]),
-            self._samples.cube_index,
-            self._samples.k,
-            device_weights,
-            weights.size,
-            cuda.to_device(kinds[p]),
-            self._samples.weight_index,
-            self._tables,
-            signed,
-            table_scale,
-            cuda.to_device(rotations[p].reshape(-1, 9).astype(np.float32)),
-            cuda.to_device(shifts.astype(np.float32)),
-        )
-
-    def result(self) -> WeightedSum:
-        """The sums so far."""
-        sums = self._sums.copy_to_host()
-        numerator = np.empty(self._shape, np.complex64)
-        numerator.real = (sums[0] / kernels.NUMERATOR_SCALE).reshape(self._shape)
-        numerator.imag = (sums[1] / kernels.NUMERATOR_SCALE).reshape(self._shape)
-        return WeightedSum(numerator, (sums[2] / kernels.DENOMINATOR_SCALE).astype(np.float32).reshape(self._shape), self._count)
-
-    def close(self) -> None:
-        """Gives the sums' memory back."""
-        self._sums = None
 
 
 def _ball_radius2(cube: lines.ShiftCube) -> float:
