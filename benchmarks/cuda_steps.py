@@ -22,6 +22,7 @@ from numba import cuda, float32
 from numba_glocal.backends import lines
 from numba_glocal.backends.cuda import kernels
 from numba_glocal.backends.cuda.backend import _ball_radius2, den_products, device_name
+from numba_glocal.backends.cuda.scratch import Scratch
 from numba_glocal.backends.cuda.search import coefficient_table, launch, shift_groups
 from numba_glocal.backends.cuda.tensor import TensorSearch, Weighting, available
 from numba_glocal.backends.cuda.transform import Transform
@@ -193,9 +194,11 @@ def case(
     if available():
         tensor = TensorSearch.make(band, cube, _ball_radius2(cube), box, templates, powers, n_rotations, np.full(box, 1e-3, np.float32))
 
+    scratch = Scratch()
+
     def product() -> None:
         assert tensor is not None
-        tensor.run(columns, part, Weighting(False, none, none), best, best_shift)
+        tensor.run(columns, part, Weighting(False, none, none), best, best_shift, scratch)
 
     def scores() -> None:
         kernels.finish_scores[(-(-n_rotations // 128), part), 128](best, den, power, 0, np.float32(1.0))

@@ -24,6 +24,7 @@ from ..interpolation import interpolation_curvature
 from ..protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, no_candidates
 from . import gemm, kernels
 from .pool import Pool, read_all
+from .scratch import Scratch
 from .search import TILE_ROTATIONS, coefficient_table, launch, shift_groups
 from .sums import CUDASumSession
 from .tensor import TensorSearch, Weighting, available
@@ -97,6 +98,7 @@ class CUDABackend:
 
     def __init__(self, memory_bytes: int | None = None, share: int = 1, precision: str = "half") -> None:
         self.precision = precision
+        self.scratch = Scratch()
         self.device = device_name()
         free = _free_bytes()
         self.memory_bytes = min(memory_bytes, free // share) if memory_bytes else free // share
@@ -330,9 +332,10 @@ class CUDASearchSession:
         start_rotations, start_angst = starts.rotations[p_of, s_of], starts.shifts_angst[p_of, s_of]
         start_voxels = angst_to_voxels(start_angst, *size)
         top = int(math.floor(band.k_max + 1e-6))
-        columns = cuda.device_array(items * 4 * band.n_pairs + _SPARE_BYTES // 4, np.float32)
+        scratch = self.backend.scratch
+        columns = scratch.array("columns", items * 4 * band.n_pairs + _SPARE_BYTES // 4, np.float32)
         columns_2d = columns[: items * 4 * band.n_pairs].reshape(items, 4 * band.n_pairs)
-        den_weight = cuda.device_array((items, 2 * band.n_pairs), np.float32)
+        den_weight = scratch.array("den2 weights", (items, 2 * band.n_pairs), np.float32)
         kinds = cuda.to_device(self._kinds[p_of])
         slots = cuda.to_device(self._slots[p_of])
         device_weights, weight_size, signed, table_scale, _ = self._weights()
@@ -361,7 +364,7 @@ class CUDASearchSession:
             columns_2d,
             den_weight,
         )
-        den = cuda.device_array((items, rotations), np.float32)
+        den = scratch.array("den2", (items, rotations), np.float32)
         den_products(powers, den_weight, den)
         weighted = bool(np.isfinite(setup.max_shift_angst)) or self._unmasked
         if weighted:
@@ -378,11 +381,11 @@ class CUDASearchSession:
         else:
             multiplier, bias = np.ones((1, 1), np.float32), np.zeros((1, 1), np.float32)
         device_multiplier, device_bias = cuda.to_device(multiplier), cuda.to_device(bias)
-        best = cuda.device_array((items, rotations), np.float32)
-        best_shift = cuda.device_array((items, rotations), np.int32)
+        best = scratch.array("best", (items, rotations), np.float32)
+        best_shift = scratch.array("best shift", (items, rotations), np.int32)
         tensor = self._tensor_search(level, band, cube, templates, powers)
         if tensor is not None:
-            tensor.run(columns_2d, items, Weighting(weighted, device_multiplier, device_bias), best, best_shift)
+            tensor.run(columns_2d, items, Weighting(weighted, device_multiplier, device_bias), best, best_shift, scratch)
         else:
             for group, rows in zip(groups, entries, strict=True):
                 launch(

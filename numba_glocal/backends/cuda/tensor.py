@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from .. import lines
 from . import kernels
+from .scratch import Scratch
 from .written import Text, allow_shared, written_function
 
 _PAIRS = 4
@@ -39,9 +40,6 @@ _SUMS = 29
 
 _ROW = 32
 """Words of a unit's row: coefficients and the next unit's header."""
-
-_STAGES = 3
-"""Stages in shared memory: one in use, the others on their way."""
 
 _NESTED = (1, 9, 21, _SUMS)
 _COLUMN_BYTES = 2 << 30
@@ -57,21 +55,19 @@ class BlockShape:
         Warps along rotations and along particles.
     blocks : int
         Blocks that a multiprocessor holds at once; the compiler rations registers by it.
+    depth : int
+        Chunks of a stage, at most.
     """
 
     rows: int
     items: int
     blocks: int
-
-    @property
-    def depth(self) -> int:
-        """Chunks of a stage: as many as there are warps."""
-        return self.rows * self.items
+    depth: int
 
     @property
     def threads(self) -> int:
         """Of a block."""
-        return 32 * self.depth
+        return 32 * self.rows * self.items
 
     @property
     def stage_words(self) -> int:
@@ -80,10 +76,10 @@ class BlockShape:
 
     def shared_bytes(self, sums: int) -> int:
         """Dynamic shared memory: the stages; at the end, every thread's sums."""
-        return 4 * max(sums * self.threads, _STAGES * self.stage_words)
+        return 4 * max(sums * self.threads, 2 * self.stage_words)
 
 
-SHAPE = BlockShape(3, 2, 2)
+SHAPE = BlockShape(4, 3, 1, 24)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,29 +182,34 @@ def coefficients(group: tuple[tuple[int, int], ...], units: NDArray[np.int32], a
     return np.stack(columns, axis=1).astype(np.float32) if columns else np.zeros((len(units), 0), np.float32)
 
 
-def unit_rows(table: NDArray[np.float32], units: NDArray[np.int32], depth: int) -> NDArray[np.int32]:
-    """Rows of 32 words for shared memory: a unit's coefficients, and in the last word the header of the next unit.
-
-    The row of a unit lies with the stage of `depth` chunks in which its last chunk is; a stage has room for `depth` rows.
-
-    Returns
-    -------
-    (stages * depth, 32) int32
-    """
-    last = units[:, 0] + units[:, 1] * (1 + units[:, 2]) - 1
-    stage = last // depth
-    slot = np.arange(len(units)) - np.searchsorted(stage, stage)
-    rows = np.zeros(((int(stage[-1]) + 1) * depth, _ROW), np.float32)
-    at = stage * depth + slot
-    rows[at, : table.shape[1]] = table
+def unit_rows(table: NDArray[np.float32], units: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Rows of 32 words, (u, 32) int32: a unit's coefficients, and in the last word its header: chunks of a line, times 2, plus 1 if it has two."""
+    rows = np.zeros((len(units), _ROW), np.float32)
+    rows[:, : table.shape[1]] = table
     words = rows.view(np.int32)
-    words[at[:-1], _ROW - 1] = unit_headers(units)[1:]
+    words[:, _ROW - 1] = 2 * units[:, 1] + units[:, 2]
     return words
 
 
-def unit_headers(units: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Chunks of a line, times two, plus 1 if there is a line at -y."""
-    return (2 * units[:, 1] + units[:, 2]).astype(np.int32)
+def stages_of(units: NDArray[np.int32], depth: int) -> NDArray[np.int32]:
+    """Whole units dealt out to stages of at most `depth` chunks, (s, 4): first chunk, chunks, first unit, units.
+
+    Raises
+    ------
+    ValueError
+        A unit is longer than `depth`.
+    """
+    length = units[:, 1] * (1 + units[:, 2])
+    if int(length.max()) > depth:
+        raise ValueError(f"a unit of {int(length.max())} chunks does not fit a stage of {depth}")
+    rows, first, held = [], 0, 0
+    for unit, chunks in enumerate(length):
+        if held + chunks > depth:
+            rows.append((units[first, 0], held, first, unit - first))
+            first, held = unit, 0
+        held += int(chunks)
+    rows.append((units[first, 0], held, first, len(units) - first))
+    return np.array(rows, np.int32)
 
 
 # -- the band in chunks ------------------------------------------------------------------------------------------------
@@ -253,17 +254,17 @@ def chunks_of(band: lines.LineBand) -> Chunks:
 # -- kernels -----------------------------------------------------------------------------------------------------------
 
 
-def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape, without: str = "") -> str:
+def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape) -> str:
     """Python text of the kernel of a group of trial shifts.
 
-    The function is ``search(rotated, columns, column_size, first_unit, n_units, unit_rows, chunks, row_tiles, item_tiles, entries, first_row,
-    largest2, scales, factor, weighted, multiplier, bias, best)``: `rotated` and `columns` are fragments as int32, those of the z steps of
-    the grid's third axis `column_size` words apart; `unit_rows` as `unit_rows` makes them, flat int32; `first_unit` the first unit's header;
-    `first_row` (z) int32 and `largest2` (z) float32 are each z step's row of the shift cube and squared radius of its disc; `best` (w, a)
-    uint64 as `kernels.unpack_best` reads it; the rest as in `TensorSearch.run`.
+    The function is ``search(rotated, columns, column_size, stages, unit_rows, chunks, row_tiles, item_tiles, entries, first_row, largest2,
+    scales, factor, weighted, multiplier, bias, best)``: `rotated` and `columns` are fragments as int32, those of the z steps of the grid's
+    third axis `column_size` words apart; `stages` and `unit_rows` as the functions of these names make them, flat int32; `first_row` (z)
+    int32 and `largest2` (z) float32 are each z step's row of the shift cube and squared radius of its disc; `best` (w, a) uint64 as
+    `kernels.unpack_best` reads it; the rest as in `TensorSearch.run`.
 
-    A block's warps share what they multiply: its tiles of rotations and particles, and the rows of the units that end with them, come
-    through shared memory, as many chunks at a time as the block has warps. The copies of the next stages are on their way while one is used.
+    A block's warps share what they multiply: its tiles of rotations and particles, and the rows of the units, come through shared memory
+    stage by stage. The copies of the next stage are on their way while one is used. Code is kept short: it has to fit the instruction cache.
     """
     sums = [f"{x}_{y}_{part}" for x, y in group for part in range(n_shifts((x, y)))]
     depth, threads, stage, tiles = shape.depth, shape.threads, shape.stage_words, shape.rows + shape.items
@@ -272,101 +273,90 @@ def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape, without
         "from numba import cuda, float32, int32, int64, uint64",
         "",
         "from numba_glocal.backends.cuda.kernels import ordered_score",
-        "from numba_glocal.backends.cuda.vector import copies_end_group, copy_async, jit_for_blocks, load4, load_words4, multiply_tile",
-        "from numba_glocal.backends.cuda.vector import wait_all_but_one_group, wait_all_groups",
+        "from numba_glocal.backends.cuda.vector import copy_async, jit_for_blocks, load4, load_words4, multiply_tile, wait_for_copies",
         "",
         "",
         f"@jit_for_blocks({threads}, {shape.blocks})",
-        "def search(rotated, columns, column_size, first_unit, n_units, unit_rows, chunks, row_tiles, item_tiles, entries, first_row, largest2,",
+        "def search(rotated, columns, column_size, stages, unit_rows, chunks, row_tiles, item_tiles, entries, first_row, largest2,",
         "           scales, factor, weighted, multiplier, bias, best):",
     ):
         text(line)
     text.depth = 1
     text("words, shared = cuda.shared.array(0, int32), cuda.shared.array(0, float32)")
-    text("tid, z = cuda.threadIdx.x, cuda.blockIdx.z")
-    text("lane, warp = tid % 32, tid // 32")
+    text("tid, z = int32(cuda.threadIdx.x), cuda.blockIdx.z")
+    text("lane, warp = tid % int32(32), tid // int32(32)")
     text(f"row_tile0, item_tile0 = cuda.blockIdx.x * {shape.rows}, cuda.blockIdx.y * {shape.items}")
     text(f"row_tile, item_tile = row_tile0 + warp % {shape.rows}, item_tile0 + warp // {shape.rows}")
-    text("# where this thread's copies of a stage come from: its warp copies one chunk of every tile and one unit's row")
-    text(f"from_chunk, into, s_row = warp, (warp * 32 + lane) * 4, warp * {_ROW} + lane * 4")
-    text(f"into_row = {tiles * depth * _WORDS} + s_row")
     for tile in range(tiles):
         if tile < shape.rows:
-            text(f"s{tile} = (min(row_tile0 + {tile}, row_tiles - 1) * int64(chunks) + warp) * {_WORDS} + lane * 4")
+            text(f"s{tile} = min(row_tile0 + {tile}, row_tiles - 1) * int64(chunks) * {_WORDS}")
         else:
-            place = f"min(item_tile0 + {tile - shape.rows}, item_tiles - 1) * int64(chunks) + warp"
-            text(f"s{tile} = z * int64(column_size) + ({place}) * {_WORDS} + lane * 4")
-
-    def copy_stage() -> None:
-        if "copy" not in without:
-            text("if from_chunk < chunks:")
-            for tile in range(tiles):
-                array = "rotated" if tile < shape.rows else "columns"
-                text(f"copy_async(words, into + {tile * depth * _WORDS}, {array}, s{tile})", 1)
-            text("if lane < 8:", 1)
-            text("copy_async(words, into_row, unit_rows, s_row)", 2)
-        text("copies_end_group()")
-        for tile in range(tiles):
-            text(f"s{tile} += {depth * _WORDS}")
-        text(f"s_row += {depth * _ROW}")
-        text(f"from_chunk += {depth}")
-        text(f"into += {stage}")
-        text(f"into_row += {stage}")
-        text(f"if into >= {_STAGES * stage}:")
-        text(f"into -= {_STAGES * stage}", 1)
-        text(f"into_row -= {_STAGES * stage}", 1)
-
-    for _ in range(_STAGES - 1):
-        copy_stage()
+            text(f"s{tile} = z * int64(column_size) + min(item_tile0 + {tile - shape.rows}, item_tiles - 1) * int64(chunks) * {_WORDS}")
     for corner in range(4):
         for name in sums:
             text(f"p{corner}_{name} = float32(0.0)")
-    own_a = f"(warp % {shape.rows}) * {depth * _WORDS} + lane * 4"
-    text(f"own_a, own_b = {own_a}, ({shape.rows} + warp // {shape.rows}) * {depth * _WORDS} + lane * 4")
-    text(f"left, a, b, row, base = 0, 0, 0, 0, {-stage}")
-    text("unit = int32(first_unit)")
+    text(f"own_a = (warp % int32({shape.rows})) * int32({depth * _WORDS}) + lane * int32(4)")
+    text(f"own_b = (int32({shape.rows}) + warp // int32({shape.rows})) * int32({depth * _WORDS}) + lane * int32(4)")
+    text("n_stages = stages.shape[0] // 4")
+    text("units = int32(0)")
+    text("# round `number` copies the stage of this number and uses the one before it")
+    text("for number in range(n_stages + 1):")
+    text.depth = 2
+    text(f"into = int32(number & 1) * int32({stage})")
+    text(f"base = int32({stage}) - into")
+    text("wait_for_copies()")
+    text("cuda.syncthreads()")
+    text("units_now = units")
+    text("if number < n_stages:")
+    text.depth = 3
+    text("chunk0, count, unit0, units = load_words4(stages, 4 * number)")
+    text("i = tid")
+    text("while i < count * int32(32):")
+    text.depth = 4
+    text(f"at, to = int64(chunk0) * {_WORDS} + int64(i) * 4, into + i * int32(4)")
+    for tile in range(tiles):
+        array = "rotated" if tile < shape.rows else "columns"
+        text(f"copy_async(words, to + int32({tile * depth * _WORDS}), {array}, s{tile} + at)")
+    text(f"i += int32({threads})")
+    text.depth = 3
+    text("i = tid")
+    text("while i < units * int32(8):")
+    text(f"copy_async(words, into + int32({tiles * depth * _WORDS}) + i * int32(4), unit_rows, int64(unit0) * {_ROW} + i * 4)", 1)
+    text(f"i += int32({threads})", 1)
+    text.depth = 2
+    text("if number == 0:")
+    text("continue", 1)
+    text(f"a, b, row = base + own_a, base + own_b, base + int32({tiles * depth * _WORDS})")
+    text("for unit in range(units_now):")
+    text.depth = 3
+    text(f"header = words[row + int32({_ROW - 1})]")
+    text("count, paired = header >> int32(1), header & int32(1)")
+    for name in "gh":
+        for tile in range(2):
+            text(", ".join(f"{name}{tile}{i}" for i in range(4)) + " = " + ", ".join(["float32(0.0)"] * 4))
 
     def lines_sum(name: str) -> None:
         text("for j in range(count):")
         text.depth += 1
-        text("if left == 0:")
-        text.depth += 1
-        text("wait_all_but_one_group()")
-        text("cuda.syncthreads()")
-        copy_stage()
-        text(f"base += {stage}")
-        text(f"if base >= {_STAGES * stage}:")
-        text("base = 0", 1)
-        text(f"left, a, b, row = {depth}, base + own_a, base + own_b, base + {tiles * depth * _WORDS}")
-        text.depth -= 1
-        if "mma" not in without:
-            text("a0, a1, a2, a3 = load_words4(words, a)")
-            text("b0, b1, b2, b3 = load_words4(words, b)")
-            for tile in range(2):
-                names = ", ".join(f"{name}{tile}{i}" for i in range(4))
-                # a lane's words are (rotation g: +z, -z), (rotation g + 8: +z, -z); the instruction wants them turned about
-                text(f"{names} = multiply_tile({names}, a0, a2, a1, a3, b{2 * tile}, b{2 * tile + 1})")
-        text(f"a += {_WORDS}")
-        text(f"b += {_WORDS}")
-        text("left -= 1")
+        text("a0, a1, a2, a3 = load_words4(words, a)")
+        text("b0, b1, b2, b3 = load_words4(words, b)")
+        for tile in range(2):
+            names = ", ".join(f"{name}{tile}{i}" for i in range(4))
+            # a lane's words are (rotation g: +z, -z), (rotation g + 8: +z, -z); the instruction wants them turned about
+            text(f"{names} = multiply_tile({names}, a0, a2, a1, a3, b{2 * tile}, b{2 * tile + 1})")
+        text(f"a += int32({_WORDS})")
+        text(f"b += int32({_WORDS})")
         text.depth -= 1
 
-    text("for number in range(n_units):")
-    text.depth = 2
-    text("count, paired = unit >> 1, unit & 1")
-    for name in "gh":
-        for tile in range(2):
-            text(", ".join(f"{name}{tile}{i}" for i in range(4)) + " = " + ", ".join(["float32(0.0)"] * 4))
     lines_sum("g")
     text("if paired:")
-    text.depth = 3
+    text.depth = 4
     lines_sum("h")
-    text.depth = 2
+    text.depth = 3
     for word in range(0, _ROW, 4):
         if word < len(sums):
-            text(", ".join(f"k{word + i}" for i in range(4)) + f" = load4(shared, row + {word})")
-    text(f"unit = words[row + {_ROW - 1}]")
-    text(f"row += {_ROW}")
+            text(", ".join(f"k{word + i}" for i in range(4)) + f" = load4(shared, row + int32({word}))")
+    text(f"row += int32({_ROW})")
     for corner in range(4):
         tile, part_row = corner % 2, corner // 2
         re, im = 2 * part_row, 2 * part_row + 1
@@ -384,11 +374,9 @@ def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape, without
                 text(f"p{corner}_{x}_{y}_0 += sr")
                 continue
             for part, value in enumerate(parts):
-                if "fold" not in without or part == 0:
-                    text(f"p{corner}_{x}_{y}_{part} += k{at} * {value}")
+                text(f"p{corner}_{x}_{y}_{part} += k{at} * {value}")
                 at += 1
     text.depth = 1
-    text("wait_all_groups()")
     text("cuda.syncthreads()")
     for corner in range(4):
         tile, part_row = corner % 2, corner // 2
@@ -405,7 +393,7 @@ def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape, without
         text("s3, row_xy, radius2, spare = load4(entries, 8 * e + 4)")
         text("if radius2 <= largest2[z]:")
         text.depth = 4
-        text(f"own = tid + int32(place) * {threads}")
+        text(f"own = tid + int32(place) * int32({threads})")
         text("value = shared[own]")
         text("if further > 0:")
         text(f"value += s1 * shared[own + {threads}]", 1)
@@ -424,9 +412,9 @@ def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape, without
 
 
 @lru_cache(maxsize=64)
-def search_kernel(group: tuple[tuple[int, int], ...], shape: BlockShape, without: str = "") -> Any:
+def search_kernel(group: tuple[tuple[int, int], ...], shape: BlockShape) -> Any:
     """The kernel of a group of trial shifts."""
-    return written_function(kernel_source(group, shape, without), f"tensor_{len(group)}", "search")
+    return written_function(kernel_source(group, shape), f"tensor_{len(group)}", "search")
 
 
 # -- the search of a level ---------------------------------------------------------------------------------------------
@@ -447,28 +435,17 @@ class _Launch:
     group : tuple
     first_plane, planes : int
         Which of the shifted copies of the columns.
-    entries, first_row, largest2 : device arrays
+    entries, unit_rows, first_row, largest2 : device arrays
         See `kernel_source`.
-    table : (units, sums) float32
-        See `coefficients`.
-    rows : dict
-        `unit_rows` on the device, by the depth of a stage.
     """
 
     group: tuple[tuple[int, int], ...]
     first_plane: int
     planes: int
     entries: Any
+    unit_rows: Any
     first_row: Any
     largest2: Any
-    table: NDArray[np.float32]
-    rows: dict[int, Any]
-
-    def unit_rows(self, units: NDArray[np.int32], depth: int) -> Any:
-        """Rows for stages of so many chunks."""
-        if depth not in self.rows:
-            self.rows[depth] = cuda.to_device(unit_rows(self.table, units, depth).ravel())
-        return self.rows[depth]
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,10 +521,9 @@ class TensorSearch:
                     used[0],
                     len(used),
                     cuda.to_device(entry_table(group, cube.steps).ravel()),
+                    cuda.to_device(unit_rows(coefficients(group, chunks.units, angle), chunks.units).ravel()),
                     cuda.to_device(np.array(used, np.int32)),
                     cuda.to_device(np.array([largest2 - steps[plane] ** 2 + 1e-6 for plane in used], np.float32)),
-                    coefficients(group, chunks.units, angle),
-                    {},
                 )
             )
         return cls(
@@ -570,15 +546,16 @@ class TensorSearch:
         """Of the device."""
         return int(self.rotated.nbytes)
 
-    def run(self, columns: Any, items: int, weighting: Weighting, best: Any, best_shift: Any, shape: BlockShape = SHAPE) -> None:
+    def run(self, columns: Any, items: int, weighting: Weighting, best: Any, best_shift: Any, scratch: Scratch, shape: BlockShape = SHAPE) -> None:
         """Best num (times factor, plus offset) over the trial shifts of every item and rotation.
 
         Parameters
         ----------
         columns : (items, 4 p) float32 device array
+        scratch : Scratch
         best : (items, n_rotations) float32, best_shift : (items, n_rotations) int32, set by this function
         """
-        scales = cuda.device_array(items, np.float32)
+        scales = scratch.array("column scales", items, np.float32)
         kernels.column_scales[items, kernels.REDUCE_THREADS](columns, self.root, 4 * self.band.n_pairs, scales)
         tile_bytes = self.planes * self.chunks.count * 4 * _WORDS
         part = max(1, _COLUMN_BYTES // tile_bytes) * _ITEMS
@@ -586,29 +563,28 @@ class TensorSearch:
             last = min(items, first + part)
             if weighting.used:
                 weighting = Weighting(True, weighting.multiplier[first:last], weighting.bias[first:last])
-            self._run_part(columns[first:last], scales[first:last], weighting, best[first:last], best_shift[first:last], shape)
+            self._run_part(columns[first:last], scales[first:last], weighting, best[first:last], best_shift[first:last], scratch, shape)
 
-    def _run_part(self, columns: Any, scales: Any, weighting: Weighting, best: Any, best_shift: Any, shape: BlockShape) -> None:
+    def _run_part(self, columns: Any, scales: Any, weighting: Weighting, best: Any, best_shift: Any, scratch: Scratch, shape: BlockShape) -> None:
         items = columns.shape[0]
         row_tiles, item_tiles = -(-self.n_rotations // _ROTATIONS), -(-items // _ITEMS)
         plane_words = item_tiles * self.chunks.count * _WORDS
-        packed = cuda.device_array(self.planes * plane_words * 2, np.float16)
+        packed = scratch.array("packed columns", self.planes * plane_words * 2, np.float16)
         kernels.pack_columns[(-(-self.chunks.count // 4), item_tiles, self.planes), 128](
             columns.reshape(columns.size), columns.shape[1], self.pair, self.depth, self.root, scales, self.angles, packed
         )
-        found = cuda.device_array((items, self.n_rotations), np.uint64)
+        found = scratch.array("scores found", (items, self.n_rotations), np.uint64)
         kernels.clear_best[(-(-self.n_rotations // 128), items), 128](found)
         rotated, shifted = self.rotated.view(np.int32), packed.view(np.int32)
-        headers = unit_headers(self.chunks.units)
+        stages = cuda.to_device(stages_of(self.chunks.units, shape.depth).ravel())
         for launch in self.launches:
             kernel = search_kernel(launch.group, shape)
             arguments = (
                 rotated,
                 shifted[launch.first_plane * plane_words :],
                 plane_words,
-                int(headers[0]),
-                len(headers),
-                launch.unit_rows(self.chunks.units, shape.depth),
+                stages,
+                launch.unit_rows,
                 self.chunks.count,
                 row_tiles,
                 item_tiles,

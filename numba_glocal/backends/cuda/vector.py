@@ -34,7 +34,7 @@ if config.ENABLE_CUDASIM:
         """Tensor cores are not simulated."""
         raise NotImplementedError("the simulator has no tensor cores")
 
-    copy_async = copies_end_group = wait_all_but_one_group = wait_all_groups = multiply_tile
+    copy_async = wait_for_copies = multiply_tile
 
     def float_bits(value: Any) -> Any:
         """The bits of a float32 as int32."""
@@ -167,11 +167,8 @@ else:
 
         return types.void(shared, types.intp, array, types.intp), codegen
 
-    copies_end_group = _make_instruction("cp.async.commit_group;")
-    """Closes a group of copies."""
-    wait_all_but_one_group = _make_instruction("cp.async.wait_group 1;")
-    """Waits until only the youngest group of this thread's copies may be on its way."""
-    wait_all_groups = _make_instruction("cp.async.wait_group 0;")
+    wait_for_copies = _make_instruction("cp.async.wait_all;")
+    """Waits for this thread's copies."""
 
     def jit_for_blocks(threads: int, blocks: int) -> Any:
         """Decorator of a kernel of which a multiprocessor should hold so many blocks at once: the compiler rations registers by it."""
@@ -180,7 +177,6 @@ else:
 
 __all__ = [
     "bits_float",
-    "copies_end_group",
     "copy_async",
     "cuda",
     "float_bits",
@@ -190,6 +186,5 @@ __all__ = [
     "load_words4",
     "multiply_tile",
     "store_half4",
-    "wait_all_but_one_group",
-    "wait_all_groups",
+    "wait_for_copies",
 ]

@@ -1,0 +1,47 @@
+"""Device memory for intermediate results, kept from call to call: asking for a gigabyte takes longer than most kernels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import cuda
+from numba.core import config
+
+_SPARE = 1.1
+
+
+class Scratch:
+    """Arrays by name; what an array holds lasts until the next request of that name."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Any] = {}
+
+    def array(self, name: str, shape: int | tuple[int, ...], dtype: Any) -> Any:
+        """An array with room for `shape`, its values undefined.
+
+        Parameters
+        ----------
+        name : str
+            Two arrays in use at the same time have different names.
+        shape : int or tuple of int
+        dtype : numpy dtype
+        """
+        if config.ENABLE_CUDASIM:  # its arrays have no views of another kind
+            return cuda.device_array(shape, dtype)
+        shape = (shape,) if isinstance(shape, int) else shape
+        count = math.prod(shape)
+        size = max(1, count * np.dtype(dtype).itemsize)
+        held = self._held.get(name)
+        if held is None or held.size < size:
+            self._held.pop(name, None)
+            held = None  # its memory first, then more
+            held = self._held[name] = cuda.device_array(int(size * _SPARE) + 1024, np.uint8)
+        if not count:
+            return cuda.device_array(shape, dtype)
+        return held[: count * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+
+    def clear(self) -> None:
+        """Gives everything back."""
+        self._held.clear()
