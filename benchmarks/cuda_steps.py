@@ -187,7 +187,7 @@ def case(
             )
 
     def den2() -> None:
-        den_products(powers, den_weight, den)
+        den_products(powers, den_weight, den, True)
 
     build()
     tensor = None

@@ -37,13 +37,13 @@ def main() -> None:
     scales = np.ones(ITEMS, np.float32)
     item_tiles = -(-ITEMS // 8)
     a_words = unpacked(search.rotated.copy_to_host(), blocks, chunks)
-    # rows g and g + 8 are the two halves of a lane's words
-    a = a_words.reshape(blocks, chunks, 8, 4, 2, 4).transpose(0, 4, 2, 1, 3, 5).reshape(blocks * 16, chunks, 4, 4)
+    # a lane's words are +z of rows g and g + 8, then -z of both
+    a = a_words.reshape(blocks, chunks, 8, 4, 2, 2, 2).transpose(0, 5, 2, 1, 3, 4, 6).reshape(blocks * 16, chunks, 4, 4)
     best = np.full((ITEMS, ROTATIONS), -1e38)
     best_row = np.full((ITEMS, ROTATIONS), -1)
     angle = 2.0 * np.pi * cube.step_voxels / BOX
     packed = cuda.device_array(search.planes * item_tiles * chunks * 256, np.float16)
-    kernels.pack_columns[(-(-chunks // 4), item_tiles, search.planes), 128](
+    kernels.pack_columns[(-(-chunks // 4), item_tiles), 128](
         cuda.to_device(columns.ravel()), 4 * pairs, search.pair, search.depth, search.root, cuda.to_device(scales), search.angles, packed
     )
     # lane 4 (2 item + part) + pair; two tiles of four items

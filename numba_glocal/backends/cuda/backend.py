@@ -47,16 +47,18 @@ def _free_bytes() -> int:
     return int(cuda.current_context().get_memory_info().free)
 
 
-def den_products(powers: Any, den_weight: Any, den: Any) -> None:
-    """den2 of every work item and rotation, in single precision: by cuBLAS, or by a kernel of our own where it is not installed.
+def den_products(powers: Any, den_weight: Any, den: Any, half: bool) -> None:
+    """den2 of every work item and rotation: by cuBLAS, or by a kernel of our own where it is not installed.
 
     Parameters
     ----------
     powers : (a, m) float32, den_weight : (w, m) float32, den : (w, a) float32 device arrays
+    half : bool
+        Whether cuBLAS may round its operands (`gemm.product`).
     """
     rotations, items = powers.shape[0], den_weight.shape[0]
     if gemm.available():
-        gemm.product_single(powers, den_weight, den, rotations, items, powers.shape[1])
+        gemm.product(powers, den_weight, den, rotations, items, powers.shape[1], half)
     else:
         kernels.products[(-(-rotations // kernels.WIDE_TILE), -(-items // kernels.WIDE_TILE)), (16, 16)](den_weight, powers, den)
 
@@ -365,7 +367,7 @@ class CUDASearchSession:
             den_weight,
         )
         den = scratch.array("den2", (items, rotations), np.float32)
-        den_products(powers, den_weight, den)
+        den_products(powers, den_weight, den, self.backend.precision == "half")
         weighted = bool(np.isfinite(setup.max_shift_angst)) or self._unmasked
         if weighted:
             trial_angst = voxels_to_angst(cube.shifts_voxels, *size)

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint64
 
-from .vector import bits_float, float_bits, load2, load4, store_half4
+from .vector import bits_float, float_bits, load2, load4, store_half2, store_half4
 
 N_SUMS = 29
 REFINE_THREADS = 256
@@ -1021,7 +1021,7 @@ def pack_rotated(templates, n_pairs, pair, root, n_rotations, scale, out):
         Those beyond, up to a whole tile of sixteen, are set to 0.
     scale : float32
     out : float16
-        ``[rotations / 16][chunk][lane][rotation g: +z, -z; rotation g + 8: +z, -z]``.
+        ``[rotations / 16][chunk][lane][+z: rotations g, g + 8; -z: rotations g, g + 8]``.
     """
     i, a = cuda.grid(1), cuda.blockIdx.y
     if i >= pair.shape[0]:
@@ -1034,7 +1034,9 @@ def pack_rotated(templates, n_pairs, pair, root, n_rotations, scale, out):
         r0, i0, r1, i1 = u * r0, u * i0, v * r1, v * i1
     chunks = pair.shape[0] // 4
     lane = (a % 8) * 4 + i % 4
-    store_half4(out, ((((a // 16) * chunks + i // 4) * 32 + lane) * 2 + (a % 16) // 8) * 4, r0, i0, r1, i1)
+    at = ((((a // 16) * chunks + i // 4) * 32 + lane) * 4 + (a % 16) // 8) * 2
+    store_half2(out, at, r0, i0)
+    store_half2(out, at + 4, r1, i1)
 
 
 @_jit
@@ -1052,7 +1054,7 @@ def pack_columns(columns, row, pair, depth, root, scales, angles, out):
         z of a pair.
     root : (2 p,) float32, scales : (w,) float32
     angles : (planes,) float32
-        ``2 pi step tz / box`` of the grid's third axis.
+        ``2 pi step tz / box``.
     out : float16
         ``[plane][particles / 8][chunk][lane][tile of four particles][+z, -z]``, lanes ``4 (2 particle + part) + pair``; part 1 gives the
         imaginary part of conj(F) Y.
@@ -1069,16 +1071,18 @@ def pack_columns(columns, row, pair, depth, root, scales, angles, out):
         r0, i0, r1, i1 = load4(columns, w * row + 4 * j)
         u, v = scales[w] / root[2 * j], scales[w] / root[2 * j + 1]
         r0, i0, r1, i1 = u * r0, u * i0, v * r1, v * i1
-    turns = angles[cuda.blockIdx.z] * depth[chunk * 4 + p] * float32(0.5 / math.pi)
-    turns -= math.floor(turns + float32(0.5))
-    phase = float32(2.0 * math.pi) * turns
-    cos, sin = math.cos(phase), math.sin(phase)
     # half precision elements: a lane holds 8, its tile 4 of them
-    at = (((cuda.blockIdx.z * cuda.gridDim.y + tile) * chunks + chunk) * 32 + 8 * within + p) * 8 + half * 4
-    # +z turns by the phase, -z back by it
-    ar, ai, br, bi = r0 * cos - i0 * sin, i0 * cos + r0 * sin, r1 * cos + i1 * sin, i1 * cos - r1 * sin
-    store_half4(out, at, ar, ai, br, bi)
-    store_half4(out, at + 32, ai, -ar, bi, -br)
+    at = ((tile * chunks + chunk) * 32 + 8 * within + p) * 8 + half * 4
+    for plane in range(angles.shape[0]):
+        turns = angles[plane] * depth[chunk * 4 + p] * float32(0.5 / math.pi)
+        turns -= math.floor(turns + float32(0.5))
+        phase = float32(2.0 * math.pi) * turns
+        cos, sin = math.cos(phase), math.sin(phase)
+        # +z turns by the phase, -z back by it
+        ar, ai, br, bi = r0 * cos - i0 * sin, i0 * cos + r0 * sin, r1 * cos + i1 * sin, i1 * cos - r1 * sin
+        store_half4(out, at, ar, ai, br, bi)
+        store_half4(out, at + 32, ai, -ar, bi, -br)
+        at += cuda.gridDim.y * chunks * 256
 
 
 @_device

@@ -336,14 +336,14 @@ def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape) -> str:
             text(", ".join(f"{name}{tile}{i}" for i in range(4)) + " = " + ", ".join(["float32(0.0)"] * 4))
 
     def lines_sum(name: str) -> None:
-        text("for j in range(count):")
+        text(f"end = a + count * int32({_WORDS})")
+        text("while a < end:")
         text.depth += 1
         text("a0, a1, a2, a3 = load_words4(words, a)")
         text("b0, b1, b2, b3 = load_words4(words, b)")
         for tile in range(2):
             names = ", ".join(f"{name}{tile}{i}" for i in range(4))
-            # a lane's words are (rotation g: +z, -z), (rotation g + 8: +z, -z); the instruction wants them turned about
-            text(f"{names} = multiply_tile({names}, a0, a2, a1, a3, b{2 * tile}, b{2 * tile + 1})")
+            text(f"{names} = multiply_tile({names}, a0, a1, a2, a3, b{2 * tile}, b{2 * tile + 1})")
         text(f"a += int32({_WORDS})")
         text(f"b += int32({_WORDS})")
         text.depth -= 1
@@ -570,7 +570,7 @@ class TensorSearch:
         row_tiles, item_tiles = -(-self.n_rotations // _ROTATIONS), -(-items // _ITEMS)
         plane_words = item_tiles * self.chunks.count * _WORDS
         packed = scratch.array("packed columns", self.planes * plane_words * 2, np.float16)
-        kernels.pack_columns[(-(-self.chunks.count // 4), item_tiles, self.planes), 128](
+        kernels.pack_columns[(-(-self.chunks.count // 4), item_tiles), 128](
             columns.reshape(columns.size), columns.shape[1], self.pair, self.depth, self.root, scales, self.angles, packed
         )
         found = scratch.array("scores found", (items, self.n_rotations), np.uint64)

@@ -22,6 +22,10 @@ if config.ENABLE_CUDASIM:
         """Elements ``index, index + 1`` of a flat float32 array; `index` must be even."""
         return array[index], array[index + 1]
 
+    def store_half2(array: Any, index: int, a: Any, b: Any) -> None:
+        """Two floats as half precision to ``index, index + 1`` of a flat float16 array; `index` must be even."""
+        array[index], array[index + 1] = a, b
+
     def store_half4(array: Any, index: int, a: Any, b: Any, c: Any, d: Any) -> None:
         """Four floats as half precision to ``index .. index + 3`` of a flat float16 array; `index` must be a multiple of 4."""
         array[index], array[index + 1], array[index + 2], array[index + 3] = a, b, c, d
@@ -72,20 +76,26 @@ else:
 
     load4, load2 = _make_load(4), _make_load(2)
 
-    @intrinsic
-    def store_half4(typingctx, array, index, a, b, c, d):
+    def _make_store_half(lanes: int) -> Any:
         def codegen(context, builder, signature, args):
-            kind = ir.VectorType(ir.HalfType(), 4)
+            kind = ir.VectorType(ir.HalfType(), lanes)
             data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
             pointer = builder.bitcast(builder.gep(data, [args[1]]), kind.as_pointer(data.type.addrspace))
             vector = ir.Constant(kind, ir.Undefined)
             for lane, value in enumerate(args[2:]):
                 vector = builder.insert_element(vector, builder.fptrunc(value, ir.HalfType()), ir.Constant(ir.IntType(32), lane))
-            builder.store(vector, pointer, align=8)
+            builder.store(vector, pointer, align=2 * lanes)
             return context.get_dummy_value()
 
-        f = types.float32
-        return types.void(array, types.intp, f, f, f, f), codegen
+        return codegen
+
+    @intrinsic
+    def store_half2(typingctx, array, index, a, b):
+        return types.void(array, types.intp, *[types.float32] * 2), _make_store_half(2)
+
+    @intrinsic
+    def store_half4(typingctx, array, index, a, b, c, d):
+        return types.void(array, types.intp, *[types.float32] * 4), _make_store_half(4)
 
     def _make_cast(source: Any, target: Any, kind: Any) -> Any:
         @intrinsic
@@ -185,6 +195,7 @@ __all__ = [
     "load4",
     "load_words4",
     "multiply_tile",
+    "store_half2",
     "store_half4",
     "wait_for_copies",
 ]
