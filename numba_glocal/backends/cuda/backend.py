@@ -38,6 +38,7 @@ _MAX_STEPS = 8
 _MAX_ANGLE_STEP_DEG = 3.0
 _POOL_SHARE = 0.6
 _WORK_SHARE = 0.15
+_SCRATCH_SHARE = 0.05
 _SIMULATED_MEMORY = 256 << 20
 
 
@@ -100,10 +101,10 @@ class CUDABackend:
 
     def __init__(self, memory_bytes: int | None = None, share: int = 1, precision: str = "half") -> None:
         self.precision = precision
-        self.scratch = Scratch()
         self.device = device_name()
         free = _free_bytes()
         self.memory_bytes = min(memory_bytes, free // share) if memory_bytes else free // share
+        self.scratch = Scratch(min(2 << 30, int(self.memory_bytes * _SCRATCH_SHARE)))
         self._pools: dict[str, tuple[Hashable, Pool]] = {}
         self._weights: dict[int, WeightVolumes] = {}
 
@@ -282,18 +283,17 @@ class CUDASearchSession:
         rotations = len(level.rotations)
         per_item = 4 * (6 * band.n_pairs + 3 * rotations + 2 * len(cube.shifts_voxels))
         room = max(1, int(self.backend.memory_bytes * _WORK_SHARE) // per_item)
-        seeds = np.maximum(used.sum(axis=1), 1)
+        ends = np.cumsum(used[particles].sum(axis=1))  # work items up to and with each particle
         first = 0
         while first < len(particles):
-            last, items = first, 0
-            while last < len(particles) and (last == first or items + seeds[particles[last]] <= room):
-                items += int(seeds[particles[last]])
-                last += 1
+            before = int(ends[first - 1]) if first else 0
+            last = max(first + 1, int(np.searchsorted(ends, before + room, side="right")))
             part = particles[first:last]
-            work = [(int(p), int(s)) for p in part for s in np.flatnonzero(used[p])]
+            at, s_of = np.nonzero(used[part])
             self._search_part(
                 part,
-                work,
+                part[at],
+                s_of,
                 starts,
                 anchor_angst,
                 level,
@@ -312,7 +312,8 @@ class CUDASearchSession:
     def _search_part(
         self,
         part: NDArray[np.intp],
-        work: list[tuple[int, int]],
+        p_of: NDArray[np.intp],
+        s_of: NDArray[np.intp],
         starts: Candidates,
         anchor_angst: NDArray[np.float64],
         level: SearchLevel,
@@ -329,8 +330,7 @@ class CUDASearchSession:
         points, radius, point_weight, line_start, line_length, plane_start = layout
         templates, powers, matrices = bank
         size = (grid.pixel_size_angst, grid.box_size, n)
-        items, rotations = len(work), len(level.rotations)
-        p_of, s_of = np.array([p for p, _ in work]), np.array([s for _, s in work])
+        items, rotations = len(p_of), len(level.rotations)
         start_rotations, start_angst = starts.rotations[p_of, s_of], starts.shifts_angst[p_of, s_of]
         start_voxels = angst_to_voxels(start_angst, *size)
         top = int(math.floor(band.k_max + 1e-6))
@@ -371,15 +371,15 @@ class CUDASearchSession:
         weighted = bool(np.isfinite(setup.max_shift_angst)) or self._unmasked
         if weighted:
             trial_angst = voxels_to_angst(cube.shifts_voxels, *size)
+            places = start_angst[:, None] + np.einsum("wij,tj->wti", start_rotations, trial_angst)
             multiplier = np.ones((items, len(trial_angst)), np.float32)
             bias = np.zeros_like(multiplier)
-            for i, (p, _) in enumerate(work):
-                places = start_angst[i] + trial_angst @ start_rotations[i].T
-                if np.isfinite(setup.max_shift_angst):
-                    outside = np.linalg.norm(places - anchor_angst[p], axis=1) > setup.max_shift_angst * (1 + 1e-6) + 1e-6
-                    bias[i, outside] = -1e38
-                if self._unmasked:
-                    multiplier[i] = 1.0 / self._on_host()._sigma_at(p, band.k_max, places)
+            if np.isfinite(setup.max_shift_angst):
+                away = np.linalg.norm(places - anchor_angst[p_of][:, None], axis=2)
+                bias[away > setup.max_shift_angst * (1 + 1e-6) + 1e-6] = -1e38
+            if self._unmasked:
+                for i, p in enumerate(p_of):
+                    multiplier[i] = 1.0 / self._on_host()._sigma_at(int(p), band.k_max, places[i])
         else:
             multiplier, bias = np.ones((1, 1), np.float32), np.zeros((1, 1), np.float32)
         device_multiplier, device_bias = cuda.to_device(multiplier), cuda.to_device(bias)

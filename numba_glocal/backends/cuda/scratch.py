@@ -13,9 +13,16 @@ _SPARE = 1.1
 
 
 class Scratch:
-    """Arrays by name; what an array holds lasts until the next request of that name."""
+    """Arrays by name; what an array holds lasts until the next request of that name.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    part_bytes : int
+        Size that users who can work in parts should keep an array to.
+    """
+
+    def __init__(self, part_bytes: int = 2 << 30) -> None:
+        self.part_bytes = part_bytes
         self._held: dict[str, Any] = {}
 
     def array(self, name: str, shape: int | tuple[int, ...], dtype: Any) -> Any:

@@ -42,7 +42,6 @@ _ROW = 32
 """Words of a unit's row: coefficients and the next unit's header."""
 
 _NESTED = (1, 9, 21, _SUMS)
-_COLUMN_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -558,7 +557,7 @@ class TensorSearch:
         scales = scratch.array("column scales", items, np.float32)
         kernels.column_scales[items, kernels.REDUCE_THREADS](columns, self.root, 4 * self.band.n_pairs, scales)
         tile_bytes = self.planes * self.chunks.count * 4 * _WORDS
-        part = max(1, _COLUMN_BYTES // tile_bytes) * _ITEMS
+        part = max(1, scratch.part_bytes // tile_bytes) * _ITEMS
         for first in range(0, items, part):
             last = min(items, first + part)
             if weighting.used:
