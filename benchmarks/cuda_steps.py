@@ -20,11 +20,12 @@ import numpy as np
 from numba import cuda, float32
 
 from numba_glocal.backends import lines
-from numba_glocal.backends.cuda import kernels
+from numba_glocal.backends.cuda import gemm, kernels
 from numba_glocal.backends.cuda.backend import _ball_radius2, den_products, device_name
+from numba_glocal.backends.cuda.product import ProductSearch, product_us
 from numba_glocal.backends.cuda.scratch import Scratch
 from numba_glocal.backends.cuda.search import coefficient_table, launch, shift_groups
-from numba_glocal.backends.cuda.tensor import TensorSearch, Weighting, available
+from numba_glocal.backends.cuda.tensor import TensorSearch, Weighting, available, tensor_us
 from numba_glocal.backends.cuda.transform import Transform
 from numba_glocal.fourier import grid_band, max_band, padded_offset
 from numba_glocal.geometry import rotvec_to_matrix
@@ -190,15 +191,16 @@ def case(
         den_products(powers, den_weight, den, True)
 
     build()
-    tensor = None
+    inverse_sigma2 = np.full(box, 1e-3, np.float32)
+    halves: dict[str, Any] = {}
     if available():
-        tensor = TensorSearch.make(band, cube, _ball_radius2(cube), box, templates, powers, n_rotations, np.full(box, 1e-3, np.float32))
-
+        halves["tensor"] = TensorSearch.make(band, cube, _ball_radius2(cube), box, templates, powers, n_rotations, inverse_sigma2)
+    if gemm.available():
+        halves["product"] = ProductSearch.make(band, cube, box, templates, powers, n_rotations, inverse_sigma2)
     scratch = Scratch()
 
-    def product() -> None:
-        assert tensor is not None
-        tensor.run(columns, part, Weighting(False, none, none), best, best_shift, scratch)
+    def in_half(way: str) -> None:
+        halves[way].run(columns, part, Weighting(False, none, none), best, best_shift, scratch)
 
     def scores() -> None:
         kernels.finish_scores[(-(-n_rotations // 128), part), 128](best, den, power, 0, np.float32(1.0))
@@ -215,16 +217,20 @@ def case(
     line_best, line_shift = best.copy_to_host(), best_shift.copy_to_host()
     ways = {"line": milliseconds(search, 3)}
     agreement = {}
-    if tensor is not None:
-        ways["tensor"] = milliseconds(product, 3)
+    for way in halves:
+        ways[way] = milliseconds(lambda way=way: in_half(way), 3)
         other, other_shift = best.copy_to_host(), best_shift.copy_to_host()
         spread = float(np.abs(line_best).max())
-        agreement = {
-            "tensor_against_line_max": round(float(np.abs(other - line_best).max()) / spread, 6),
+        agreement[way] = {
+            "against_line_max": round(float(np.abs(other - line_best).max()) / spread, 6),
             "same_best_rotation": round(float((other.argmax(1) == line_best.argmax(1)).mean()), 4),
             "same_shift": round(float((other_shift == line_shift).mean()), 4),
         }
-    chosen_way = "tensor" if tensor is not None else "line"
+    estimates = {
+        "tensor": tensor_us(band, cube, _ball_radius2(cube), n_rotations, part),
+        "product": product_us(band, len(cube.inside), n_rotations, part),
+    }
+    chosen_way = min(halves, key=lambda way: estimates[way]) if halves else "line"
     steps = {
         "turn": milliseconds(turn),
         "search": ways[chosen_way],
@@ -247,6 +253,7 @@ def case(
         "search_way": chosen_way,
         "search_us": {name: round(1e3 * value / part, 3) for name, value in ways.items()},
         "agreement": agreement,
+        "estimates_us": {way: round(value / part, 3) for way, value in estimates.items() if math.isfinite(value)},
         "us_per_particle": round(total, 3),
         "us_per_particle_and_rotation": round(total / n_rotations, 6),
         "search_fp32_tinstructions_s": round(operations * n_rotations / (1e3 * ways["line"] / part) / 1e6, 2),

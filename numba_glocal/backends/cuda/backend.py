@@ -24,10 +24,11 @@ from ..interpolation import interpolation_curvature
 from ..protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, no_candidates
 from . import gemm, kernels
 from .pool import Pool, read_all
+from .product import ProductSearch, product_us
 from .scratch import Scratch
 from .search import TILE_ROTATIONS, coefficient_table, launch, shift_groups
 from .sums import CUDASumSession
-from .tensor import TensorSearch, Weighting, available
+from .tensor import TensorSearch, Weighting, available, tensor_us
 from .transform import SPARE_BYTES as _SPARE_BYTES
 from .transform import BandOnDevice, Transform, band_on_device
 from .weights import WeightVolumes
@@ -385,7 +386,7 @@ class CUDASearchSession:
         device_multiplier, device_bias = cuda.to_device(multiplier), cuda.to_device(bias)
         best = scratch.array("best", (items, rotations), np.float32)
         best_shift = scratch.array("best shift", (items, rotations), np.int32)
-        tensor = self._tensor_search(level, band, cube, templates, powers)
+        tensor = self._half_search(level, band, cube, templates, powers, items)
         if tensor is not None:
             tensor.run(columns_2d, items, Weighting(weighted, device_multiplier, device_bias), best, best_shift, scratch)
         else:
@@ -449,15 +450,23 @@ class CUDASearchSession:
         result.shifts_angst[at] = start_angst[item] + np.einsum("wij,wj->wi", start_rotations[item], offset_angst)
         result.scores[at] = found[where]
 
-    def _tensor_search(self, level: SearchLevel, band: lines.LineBand, cube: lines.ShiftCube, templates: Any, powers: Any) -> TensorSearch | None:
-        """The level on the tensor cores, where half precision is allowed and the GPU has them."""
+    def _half_search(
+        self, level: SearchLevel, band: lines.LineBand, cube: lines.ShiftCube, templates: Any, powers: Any, items: int
+    ) -> TensorSearch | ProductSearch | None:
+        """The level in half precision, the faster way for so many work items; None where half is not allowed or the GPU has no tensor cores."""
         if self.backend.precision != "half" or not available():
             return None
-        key = (level.rotations.tobytes(), band.k_max, cube.steps, cube.step_voxels)
+        rotations, largest2 = len(level.rotations), _ball_radius2(cube)
+        by_product = product_us(band, len(cube.inside), rotations, items) < tensor_us(band, cube, largest2, rotations, items)
+        key = (level.rotations.tobytes(), band.k_max, cube.steps, cube.step_voxels, by_product)
         found = self._tensor.get(key)
         if found is None:
             inverse_sigma2 = self.setup.noise.inverse_sigma2()
-            found = TensorSearch.make(band, cube, _ball_radius2(cube), self._n, templates, powers, len(level.rotations), inverse_sigma2)
+            found = (
+                ProductSearch.make(band, cube, self._n, templates, powers, rotations, inverse_sigma2)
+                if by_product
+                else TensorSearch.make(band, cube, largest2, self._n, templates, powers, rotations, inverse_sigma2)
+            )
             self._tensor.put(key, found, found.bytes_held)
         return found
 

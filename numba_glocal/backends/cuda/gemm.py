@@ -1,4 +1,4 @@
-"""Matrix products by cuBLAS, where it is installed: den2 of every particle and rotation.
+"""Matrix products by cuBLAS, where it is installed: half-precision scores of many particles (`product`), and den2.
 
 cuBLAS is found and loaded by cuda-pathfinder, which numba-cuda brings; of its interface two functions are used. Where it is not
 installed, `available` says so and a kernel of our own does the same.
@@ -12,10 +12,14 @@ from typing import Any
 
 from numba.core import config
 
-_FLOAT = 0  # CUDA_R_32F
+_HALF, _FLOAT = 2, 0  # CUDA_R_16F, CUDA_R_32F
 _COMPUTE_FLOAT, _COMPUTE_TF32 = 68, 77  # CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32
 _DEFAULT_ALGORITHM = -1
 _TRANSPOSED, _AS_IS = 1, 0
+
+
+ALIGNMENT = 64
+"""Sizes of half-precision products are padded to multiples of this: others run up to ten times slower."""
 
 
 @lru_cache(maxsize=1)
@@ -84,3 +88,42 @@ def product(powers: Any, weights: Any, out: Any, rows: int, items: int, depth: i
         _DEFAULT_ALGORITHM,
     )
     _check(status, "cublasGemmEx")
+
+
+def product_half(templates: Any, columns: Any, out: Any, rows: int, items: int, depth: int) -> None:
+    """``out[row, item] = sum over d of templates[row, d] columns[item, d]`` on the default stream.
+
+    Parameters
+    ----------
+    templates : (rows * depth,) float16 device array
+    columns : (items * depth,) float16 device array
+    out : (rows * items,) float32 device array
+    rows, items, depth : int
+        `items` and `depth` multiples of `ALIGNMENT`.
+    """
+    one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+    # row-major arrays are column-major transposes: out^T (items, rows) = columns (items, depth) templates^T
+    _check(
+        _library().cublasGemmEx(
+            _handle(),
+            _TRANSPOSED,
+            _AS_IS,
+            ctypes.c_int(items),
+            ctypes.c_int(rows),
+            ctypes.c_int(depth),
+            ctypes.byref(one),
+            _pointer(columns),
+            _HALF,
+            ctypes.c_int(depth),
+            _pointer(templates),
+            _HALF,
+            ctypes.c_int(depth),
+            ctypes.byref(zero),
+            _pointer(out),
+            _FLOAT,
+            ctypes.c_int(items),
+            _COMPUTE_FLOAT,
+            _DEFAULT_ALGORITHM,
+        ),
+        "cublasGemmEx",
+    )

@@ -1006,6 +1006,103 @@ def column_scales(columns, root, size, out):
 
 
 @_jit
+def half_columns(columns, root, scales, depth, out):
+    """Columns in half precision, whitened by `root` and scaled to unit root mean square; a thread a pair of samples.
+
+    Parameters
+    ----------
+    columns : (w, size) float32, root : (size // 2,) float32, scales : (w,) float32
+    depth : int
+        Length of a row of `out`, at least size; the rest is left alone.
+    out : (w * depth,) float16
+    """
+    i, w = cuda.grid(1), cuda.blockIdx.y
+    if i < root.shape[0] // 2:
+        a, b = scales[w] / root[2 * i], scales[w] / root[2 * i + 1]
+        store_half4(out, w * depth + 4 * i, a * columns[w, 4 * i], a * columns[w, 4 * i + 1], b * columns[w, 4 * i + 2], b * columns[w, 4 * i + 3])
+
+
+@_jit
+def half_templates(templates, n_pairs, lattice, root, turns, first, n_shifts, n_rotations, scale, depth, out):
+    """Rotated *and* shifted references in half precision: rows ``(shift - first) * n_rotations + rotation``.
+
+    Parameters
+    ----------
+    templates : as `fill_templates` leaves them.
+    lattice : (2 p * 3,) int32
+        n = (x, y, z) of every sample.
+    root : (2 p,) float32
+    turns : (shifts, 3) float32
+        ``step m / box`` of every trial shift: a sample's phase is ``-2 pi n.turns``.
+    first, n_shifts : int
+        Shifts of this tile.
+    scale : float32
+    depth : int
+        Length of a row.
+    out : (rows * depth,) float16
+    """
+    i, a = cuda.grid(1), cuda.blockIdx.y
+    if i >= n_pairs:
+        return
+    r0, i0, r1, i1 = load4(templates, (((a // 16) * n_pairs + i) * 16 + a % 16) * 4)
+    u, v = scale * root[2 * i], scale * root[2 * i + 1]
+    r0, i0, r1, i1 = u * r0, u * i0, v * r1, v * i1
+    x, y, z = float32(lattice[6 * i]), float32(lattice[6 * i + 1]), float32(lattice[6 * i + 2])
+    for t in range(n_shifts):
+        flat = x * turns[first + t, 0] + y * turns[first + t, 1]
+        along = z * turns[first + t, 2]
+        p, q = flat + along, flat - along
+        p -= math.floor(p + float32(0.5))
+        q -= math.floor(q + float32(0.5))
+        p, q = float32(-2.0 * math.pi) * p, float32(-2.0 * math.pi) * q
+        cp, sp, cq, sq = math.cos(p), math.sin(p), math.cos(q), math.sin(q)
+        store_half4(out, (t * n_rotations + a) * depth + 4 * i, r0 * cp - i0 * sp, r0 * sp + i0 * cp, r1 * cq - i1 * sq, r1 * sq + i1 * cq)
+
+
+@_jit
+def best_of_tile(products, items, first, n_shifts, n_rotations, shift_rows, scales, factor, weighted, multiplier, bias, best, best_shift):
+    """Running best over the shifts of a tile; a thread a work item and rotation, items side by side.
+
+    Parameters
+    ----------
+    products : (rows * items,) float32
+        Row ``t * n_rotations + a``; `items` includes padding.
+    first, n_shifts : int
+        Shifts of the tile; with `first` 0 the best starts anew.
+    shift_rows : (shifts,) int32
+        Row of the shift cube of each trial shift.
+    scales : (w,) float32, factor : float32
+        What the columns and the templates were multiplied by.
+    weighted, multiplier, bias : as in the search kernels.
+    best : (w, a) float32, best_shift : (w, a) int32
+    """
+    w, a = cuda.grid(1), cuda.blockIdx.y
+    if w >= best.shape[0]:
+        return
+    top, where = float32(-1e38), int32(-1)
+    if first > 0:
+        top, where = best[w, a], best_shift[w, a]
+    back = float32(1.0) / (scales[w] * factor)
+    for t in range(n_shifts):
+        value = products[(t * n_rotations + a) * items + w] * back
+        row = shift_rows[first + t]
+        if weighted:
+            value = value * multiplier[w, row] + bias[w, row]
+        if value > top:
+            top, where = value, row
+    best[w, a] = top
+    best_shift[w, a] = where
+
+
+@_jit
+def clear(array):
+    """Zeroes a flat array; a thread an element."""
+    i = cuda.grid(1)
+    if i < array.shape[0]:
+        array[i] = 0
+
+
+@_jit
 def pack_rotated(templates, n_pairs, pair, root, n_rotations, scale, out):
     """Rotated references as fragments for the tensor cores, in half precision (`tensor`); a thread a place and rotation.
 

@@ -42,6 +42,8 @@ _ROW = 32
 """Words of a unit's row: coefficients and the next unit's header."""
 
 _NESTED = (1, 9, 21, _SUMS)
+_CLOCKS_PER_CHUNK, _CLOCKS_PER_SUM = 20.0, 0.36  # of a warp's tile
+_MULTIPROCESSORS, _CLOCKS_PER_US, _LAUNCHES_US = 132, 1755.0, 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,6 +416,20 @@ def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape) -> str:
 def search_kernel(group: tuple[tuple[int, int], ...], shape: BlockShape) -> Any:
     """The kernel of a group of trial shifts."""
     return written_function(kernel_source(group, shape), f"tensor_{len(group)}", "search")
+
+
+def tensor_us(band: lines.LineBand, cube: lines.ShiftCube, largest2: float, n_rotations: int, items: int) -> float:
+    """What the search of a level should take, by clocks measured on one H200 (benchmarks/cuda_steps.py)."""
+    chunks = int((-(-band.line_length // _PAIRS)).sum())
+    rows = -(-n_rotations // (_ROTATIONS * SHAPE.rows))
+    columns = -(-items // (_ITEMS * SHAPE.items))
+    total = 0.0
+    for z in range(cube.steps + 1):
+        if z * z <= largest2:
+            clocks = sum(_CLOCKS_PER_CHUNK + _CLOCKS_PER_SUM * sum(map(n_shifts, group)) for group in disc_groups(largest2 - z * z))
+            planes = 2 if z else 1
+            total += clocks * planes * max(rows * columns, _MULTIPROCESSORS / planes) * SHAPE.rows * SHAPE.items
+    return _LAUNCHES_US + total * chunks / (_MULTIPROCESSORS * _CLOCKS_PER_US)
 
 
 # -- the search of a level ---------------------------------------------------------------------------------------------
