@@ -43,7 +43,7 @@ _FRAME_BAND = 12.0
 _REFITS = 2
 # A partial sum is as large as a padded map: few, large chunks. A GPU adds so fast that handing over the sum is what costs.
 _SUM_PARTS, _SUM_CHUNK = 4, 512
-_GPU_SUM_PARTS, _GPU_SUM_CHUNK, _GPU_SUM_BYTES = 1, (64, 4096), 2 << 30
+_GPU_SUM_PARTS, _GPU_SUM_CHUNK, _GPU_SUM_BYTES = 1, (64, 1024), 4 << 30
 _SMALL_MOTION_VOXELS = 0.02
 
 
@@ -580,7 +580,7 @@ class FileWriter:
 
 
 def gpu_sum_chunk(box_size: int) -> int:
-    """Particles of a GPU's sum task: their spectra fit into 2 GiB, whatever the list's length and the device."""
+    """Particles of a GPU's sum task: their spectra fit into 4 GiB, whatever the list's length and the device."""
     return int(np.clip(_GPU_SUM_BYTES // (4 * box_size**3), *_GPU_SUM_CHUNK))
 
 

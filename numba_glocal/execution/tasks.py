@@ -84,6 +84,11 @@ class AlignTask:
     radius_voxels: float
     refine: bool
 
+    @property
+    def affinity(self) -> tuple[str, ...]:
+        """What a worker may hold already."""
+        return self.chunk.names
+
 
 @dataclass(frozen=True, slots=True)
 class SumTask:
@@ -92,6 +97,11 @@ class SumTask:
     chunk: Chunk
     reader: ParticleReader
     noise: NoiseModel
+
+    @property
+    def affinity(self) -> tuple[str, ...]:
+        """What a worker may hold already."""
+        return self.chunk.names
 
 
 @dataclass(frozen=True, slots=True)
