@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from numba_glocal.alignment import SearchPlan, search_levels
+from numba_glocal.averaging import warm_up as warm_up_maps
 from numba_glocal.backends.protocols import SearchLevel
 from numba_glocal.devices import memory_bytes, resolve_gpus, workers_per_gpu
 from numba_glocal.errors import DeviceError, SettingsError, plural
@@ -291,6 +292,7 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
         ) as executor:
             wait = getattr(executor, "wait_ready", None)
             if wait is not None:
+                warm_up_maps()
                 wait()
             note(f"{plural(plan.workers, 'worker')} ready in {time.perf_counter() - begun:.1f} s")
             result = work(executor)

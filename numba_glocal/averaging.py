@@ -190,6 +190,16 @@ def relative_motion(
     return matrix_to_rotvec(rotation), shift
 
 
+def warm_up() -> None:
+    """Compiles (or loads) what this module does in the parent, on tiny sums; for while the workers start."""
+    n, c = 16, padded_offset(7)
+    rng = np.random.default_rng(0)
+    shape = (2 * c + 1, 2 * c + 1, c + 2)
+    parts = [WeightedSum(rng.normal(size=shape).astype(np.complex64), np.ones(shape, np.float32), 1) for _ in range(2)]
+    half_map = reconstruct(merge(parts), n)
+    relative_motion(half_map, half_map + rng.normal(size=half_map.shape).astype(np.float32), np.ones_like(half_map), 6.0)
+
+
 def move_frame(poses: Poses, rotvec_rad: NDArray[np.float64], shift_angst: NDArray[np.float64], share: float) -> Poses:
     """Poses after their map's frame gave way by a share of a motion: ``R' = R Q^share``, ``s' = s + R (share d)``."""
     rotations = poses.rotations @ rotvec_to_matrix(share * np.asarray(rotvec_rad))
