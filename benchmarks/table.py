@@ -63,7 +63,7 @@ def kernels_table(results: Measured) -> str:
             cells.append(f"{duration(other['min_s'])} ({times(other['ours_faster'])})")
         compared.append(cells)
     if compared:
-        head = ["band", "shifts within (voxels)", "shifts", "ours", "matrix products", "transform of the band"]
+        head = ["band", "shifts within (voxels)", "shifts", "ours", "matrix products (ours faster)", "transform of the band (ours faster)"]
         parts.append("The search's alternatives, a particle and rotation:\n\n" + markdown(head, compared))
     return "\n\n".join(parts)
 
@@ -109,14 +109,17 @@ TABLES: dict[str, Callable[[Measured], str]] = {"kernels": kernels_table, "itera
 
 
 def table(name: str, folder: Path = RESULTS) -> str | None:
-    """The table of one benchmark with a line on where it was measured; None without results."""
+    """The table of one benchmark with where, when and how it was measured; None without results."""
     path = folder / f"{name}.json"
     if name not in TABLES or not path.is_file():
         return None
     results = json.loads(path.read_text())
     about = results["environment"]
-    where = f"{about['processor']} ({about['vectors']}), {about['cores_used']} cores; commit {about['commit']}, {about['date']}; `{about['command']}`"
-    return f"{TABLES[name](results)}\n\n{where}"
+    where = (
+        f"{about['processor']} ({about['vectors']}), {about['cores_used']} cores, load {about['load_average_at_start']:g} at the start;"
+        f" commit {about['commit']}, {about['date']}; `{about['command']}`"
+    )
+    return "\n\n".join(part for part in (TABLES[name](results), results["notes"], where) if part)
 
 
 def fill(text: str, folder: Path = RESULTS) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from numba_glocal.results import RunFolder
 from numba_glocal.settings import GPU_PRECISIONS, SPLITS, AlignSettings, read_job_file
 from numba_glocal.values import SCORES
 
-from .console import Stage, print_facts, say, warn
+from .console import Stage, note, print_facts, say, warn
 from .options import (
     PATH,
     diameter_option,
@@ -32,6 +34,7 @@ from .running import choose_workers, input_paths, plan_facts, run_job, shown_war
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(AlignSettings)}
 _CHANGEABLE_ON_RESUME = {"iterations", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "gpu_memory_gib", "max_bad", "output"}
 _PATHS = {"particles", "reference", "mask"}
+_BEGINS_AGAIN = "holds no finished iteration; the run begins again"
 
 
 def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> Any:
@@ -88,30 +91,35 @@ def align_command(
     \b
     numba-glocal align particles.star -o run1 --reference ref.mrc --particle-diameter 300
     """
-    with shown_warnings():
+    with shown_warnings(), ExitStack() as until_the_end:
         settings = _settings(ctx, particles, output, job_file, resume, options)
         folder = RunFolder(Path(settings.output))
         inputs = input_paths(settings.particles, settings.reference, settings.mask)
         if not resume:
             folder.check_new(inputs)
-        elif folder.last_state() is None:
-            raise SettingsError(f"--resume: {folder.path} holds no finished iteration; start the run anew")
+        elif not dry_run:
+            until_the_end.enter_context(folder.held())  # before anything is read that a live run may be writing
+        goes_on = resume and folder.last_state() is not None
+        if resume and not goes_on:
+            note(f"--resume: {folder.path} {_BEGINS_AGAIN}")
         plan = choose_workers(settings)
-        job = prepare_job(settings, resume)
+        job = prepare_job(settings, goes_on)
         for line in [*([plan.note] if plan.note else []), *job.warnings]:
             warn(line)
         print_facts("Plan", plan_facts(job, plan))
         if dry_run:
             say("Dry run: nothing was written.")
             return
-        if resume:
-            folder.write_job(settings)
-        else:
-            folder.create(settings, inputs)
+        if not resume:
+            folder.make(inputs)
+            until_the_end.enter_context(folder.held())
+        folder.write_job(settings)
 
         def work(executor: Any) -> RunResult:
+            if resume and not goes_on:
+                logging.getLogger("numba_glocal.plan").info(_BEGINS_AGAIN)  # shown already
             loop = Refinement(job, executor, folder, Stage, plan.chunk_limit)
-            result = loop.run(resume)
+            result = loop.run(goes_on)
             loop.finish(result)
             return result
 

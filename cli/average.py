@@ -72,5 +72,7 @@ def average_command(particles: Path, output: Path, mask: Path | None, dry_run: b
         if dry_run:
             say("Dry run: nothing was written.")
             return
-        folder.create(settings, inputs)
-        run_job(job, plan, folder, "average", lambda executor: average_run(job, executor, folder, Stage, plan.chunk_limit))
+        folder.make(inputs)
+        with folder.held():
+            folder.write_job(settings)
+            run_job(job, plan, folder, "average", lambda executor: average_run(job, executor, folder, Stage, plan.chunk_limit))

@@ -297,6 +297,8 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
             note(f"{plural(plan.workers, 'worker')} ready in {time.perf_counter() - begun:.1f} s")
             result = work(executor)
         seconds = time.perf_counter() - begun
+        for line in result.warnings:  # shown with the result
+            logging.getLogger(f"{_LOG}.result").warning(line)
         state = folder.last_state()
         _write_summary(job, folder, command, result, state, [tallies[index] for index in sorted(tallies)], seconds)
         folder.write_provenance(wall_seconds=round(seconds, 2))
@@ -329,7 +331,7 @@ def _write_summary(
             "score": getattr(settings, "score", "none"),
             "workers": [dataclasses.asdict(worker) for worker in workers],
             "bad": [(job.particles.names[row], reason) for row, reason in sorted(result.bad.items())],
-            "warnings": job.warnings,
+            "warnings": [*job.warnings, *result.warnings],
             "wall_seconds": seconds,
             "settings": {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)},
         },
@@ -345,6 +347,8 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
         say(f"Resolution {crossing.resolution_angst:.1f} A at FSC {job.settings.fsc_criterion:g}, corrected for the mask{where}.")
     if crossing.rises_again:
         say("The FSC rises above the criterion again at higher resolution; the first crossing is reported.")
+    for line in result.warnings:
+        warn(line)
     if state is not None and state.history:
         last = state.history[-1]
         say(f"Median change of the last iteration: {last['angle_change_deg']:.2f} degrees, {last['shift_change_angst']:.2f} A.")

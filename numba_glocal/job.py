@@ -16,7 +16,7 @@ from .filters import lowpass
 from .fourier import grid_shells, max_band, padded_offset
 from .half_sets import assign_half_sets
 from .io import read_particles, read_volume
-from .masks import check_mask, spherical_mask
+from .masks import check_mask, mask_offset_voxels, spherical_mask
 from .particles import ParticleReader, TiltRange, fourier_crop
 from .settings import AlignSettings, AverageSettings
 from .shifts import binned_box_size
@@ -25,6 +25,7 @@ from .values import FloatArray, ParticleSet
 _DEFAULT_DIAMETER_OF_BOX = 0.8
 _CHUNK_BYTES = 512 << 20
 _CHECKED_WEIGHTS = 8
+_LEAST_DIAMETER_VOXELS = 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,8 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         raise SettingsError(f"--binning: {problem}") from None
     grid = Grid(box, binned, particles.pixel_size_angst)
     mask, mask_name, particle_mask, diameter, source = _masks(settings, grid)
+    if settings.mask is not None:
+        warnings += _off_centre(mask, grid, settings.mask)
     tilt_range = None
     if any(path is None for path in particles.weight_paths):
         if settings.tilt_range_deg is not None:
@@ -164,6 +167,13 @@ def _masks(settings: AlignSettings | AverageSettings, grid: Grid) -> tuple[NDArr
     diameter, source = settings.particle_diameter_angst, "--particle-diameter"
     if diameter is not None and diameter > box_angst * math.sqrt(3.0):
         raise SettingsError(f"--particle-diameter {diameter:g} A does not fit the box of {box_angst:.3g} A ({n} voxels of {pixel:.3g} A)")
+    if diameter is not None and diameter < _LEAST_DIAMETER_VOXELS * pixel:
+        given = "" if settings.pixel_size_angst is None else ", as --pixel-size says"
+        binned = f"; {pixel:.3g} A by --binning {settings.binning:g}" if n != grid.box_size else ""
+        raise SettingsError(
+            f"--particle-diameter {diameter:g} A is {diameter / pixel:.2g} voxels (of {grid.pixel_size_angst:.3g} A{given}{binned}):"
+            f" too few to tell orientations; expected at least {_LEAST_DIAMETER_VOXELS:g} voxels, {_LEAST_DIAMETER_VOXELS * pixel:.3g} A"
+        )
     if settings.mask is not None:
         volume = read_volume(Path(settings.mask))
         mask = check_mask(volume.data, grid.box_size, settings.mask)
@@ -179,6 +189,18 @@ def _masks(settings: AlignSettings | AverageSettings, grid: Grid) -> tuple[NDArr
     radius = 0.5 * diameter / pixel
     sphere = ParticleMask(radius, settings.soft_edge_voxels)
     return spherical_mask(n, radius, settings.soft_edge_voxels), f"sphere of {diameter:.0f} A", sphere, diameter, source
+
+
+def _off_centre(mask: NDArray[np.float32], grid: Grid, name: str) -> list[str]:
+    """A line where a mask stands beside the point that particles turn about."""
+    offset, diameter = mask_offset_voxels(mask)
+    if offset <= min(0.25 * diameter, 0.1 * len(mask)):
+        return []
+    pixel = grid.binned_pixel_size_angst
+    return [
+        f"{name}: its centre of mass is {offset * pixel:.0f} A from the centre of the box, its own diameter (of a sphere as large)"
+        f" {diameter * pixel:.0f} A, the box {len(mask) * pixel:.0f} A: particles turn about the centre of the box, where the particle should be"
+    ]
 
 
 def _start_map(grid: Grid, path: str, lowpass_angst: float, warnings: list[str]) -> NDArray[np.float32]:

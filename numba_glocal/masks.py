@@ -168,6 +168,19 @@ def check_mask(mask: NDArray[Any], box_size: int, name: str) -> NDArray[np.float
     return np.clip(mask, 0.0, 1.0).astype(np.float32)
 
 
+def mask_offset_voxels(mask: NDArray[np.float32]) -> tuple[float, float]:
+    """How far a mask's centre of mass is from the box's centre ``n // 2``, and the diameter of a sphere of its volume; both in voxels.
+
+    Parameters
+    ----------
+    mask : (n, n, n) float32
+        Values 0..1, not all 0.
+    """
+    volume = float(mask.sum(dtype=np.float64))
+    centre = np.array([float(mask.sum(axis=tuple({0, 1, 2} - {axis}), dtype=np.float64) @ np.arange(len(mask))) for axis in range(3)]) / volume
+    return float(np.linalg.norm(centre - len(mask) // 2)), 2.0 * (0.75 * volume / np.pi) ** (1.0 / 3.0)
+
+
 def _positive(**values: float) -> None:
     for name, value in values.items():
         if not value > 0:

@@ -45,6 +45,8 @@ _REFITS = 2
 _SUM_PARTS, _SUM_CHUNK = 4, 512
 _GPU_SUM_PARTS, _GPU_SUM_CHUNK, _GPU_SUM_BYTES = 1, (64, 1024), 4 << 30
 _SMALL_MOTION_VOXELS = 0.02
+_MASK_SPREAD = 1.25
+"""Runs on noise agree up to this many box / diameter shells beyond the start map's (measured: 1.07): the mask carries them there."""
 
 
 class Advance(Protocol):
@@ -69,12 +71,15 @@ class RunResult:
     bad : dict of row to reason
     half_counts : (int, int)
         Particles in each average.
+    warnings : tuple of str
+        Why the result may not be what it seems, one line each.
     """
 
     fsc: FSCCurve
     crossing: Crossing
     bad: dict[int, str]
     half_counts: tuple[int, int]
+    warnings: tuple[str, ...] = ()
 
 
 class Refinement:
@@ -371,10 +376,10 @@ class Refinement:
         except (OSError, ValueError, EOFError):
             raise InputError(f"{folder}: expected the references of iteration {iteration}, found them missing or damaged") from None
 
-    def _one_frame(self, poses: Poses, noise: dict[int, NoiseModel]) -> tuple[Poses, dict[int, WeightedSum], tuple[float, float]]:
+    def _one_frame(self, name: str, poses: Poses, noise: dict[int, NoiseModel]) -> tuple[Poses, dict[int, WeightedSum], tuple[float, float]]:
         """Averages in a common frame: each half gives way by half of their relative motion."""
         n, pixel = self.job.grid.binned_box_size, self.job.grid.binned_pixel_size_angst
-        sums = self._sums("averages", poses, noise)
+        sums = self._sums(f"{name}: averages", poses, noise)
         half_maps = self._half_maps(sums)
         rotvec, shift_voxels = relative_motion(*half_maps, self.job.mask, min(_FRAME_BAND, self.job.k_limit))
         angle_deg, distance = float(np.rad2deg(np.linalg.norm(rotvec))), float(np.linalg.norm(shift_voxels))
@@ -390,7 +395,7 @@ class Refinement:
             moved = move_frame(poses.take(rows), rotvec, shift_voxels * pixel, share)
             rotations[rows], shifts[rows] = moved.rotations, self._within_limit(moved.shifts_angst, rows)
         poses = Poses(rotations, shifts)
-        return poses, self._sums("averages, one frame", poses, noise), apart
+        return poses, self._sums(f"{name}: averages, one frame", poses, noise), apart
 
     def _within_limit(self, shifts_angst: NDArray[Any], rows: NDArray[np.intp]) -> NDArray[Any]:
         """Shifts brought back to the hard limit: --max-shift holds for what the common frame moves too."""
@@ -420,7 +425,24 @@ class Refinement:
         result = None
         while state.iteration < settings.iterations:
             state, result = self._iterate(state)
-        return self._stored_result(state) if result is None else result
+        result = self._stored_result(state) if result is None else result
+        return replace(result, warnings=tuple(self._doubts(result.crossing)))
+
+    def _doubts(self, crossing: Crossing) -> list[str]:
+        """A resolution within what the start map brought along: there the halves agree even on noise, for both were turned onto one map."""
+        settings = self.job.settings
+        assert isinstance(settings, AlignSettings)
+        if settings.reference is None or crossing.shell < 1:
+            return []
+        box_angst = self.job.shell_of(1.0)
+        brought = self.job.shell_of(settings.initial_lowpass_angst) + _MASK_SPREAD * box_angst / self.job.diameter_angst
+        if crossing.shell > brought:
+            return []
+        return [
+            f"the resolution of {crossing.resolution_angst:.1f} A is no finer than what the start map brought"
+            f" (--initial-lowpass {settings.initial_lowpass_angst:g}, spread by the mask to {box_angst / brought:.1f} A): both halves were aligned"
+            " to it and agree there even if the particles hold nothing but noise; a coarser --initial-lowpass shows what is in the data"
+        ]
 
     def _stored_result(self, state: RunState) -> RunResult:
         """Of a run that was stopped between its last iteration and its end."""
@@ -449,7 +471,7 @@ class Refinement:
         if number <= _REFITS:
             aligned = self._align(f"{name}: refine", aligned.state, references, noise, state.k_max, None, True)
             noise = self._fit_noise(aligned.residuals, state.k_max)
-        poses, sums, apart = self._one_frame(aligned.state.poses, noise)
+        poses, sums, apart = self._one_frame(name, aligned.state.poses, noise)
         half_maps = self._half_maps(sums)
         fsc = self._fsc(half_maps)
         crossing = self._crossing(fsc)
@@ -460,7 +482,7 @@ class Refinement:
         folder.mkdir(parents=True, exist_ok=True)
         half_counts = sums[1].n_particles, sums[2].n_particles
         with FileWriter() as writer:  # all are there before the state is written
-            writer.write(self.folder.write_particles, folder, self.job.particles, replace_state(aligned.state, poses=poses))
+            writer.write(self.folder.write_particles, folder, self.job.particles, replace_state(aligned.state, poses=poses, bad=dict(self._bad)))
             writer.write(self.folder.write_maps, folder, half_maps, fsc, settings.fsc_criterion)
             self._write_references(folder, sums, fsc, writer)
             average = Volume(self._average(sums), fsc.pixel_size_angst)
@@ -556,8 +578,8 @@ class _Aligned:
             state.log_likelihood[rows] = np.where(unusable, np.nan, estimates.log_likelihood)
             # root mean square over the three axes
             variance = np.maximum(np.diagonal(estimates.covariances, axis1=1, axis2=2), 0.0)
-            state.angle_sigma_deg[rows] = np.rad2deg(np.sqrt(variance[:, :3].mean(1)))
-            state.shift_sigma_angst[rows] = np.sqrt(variance[:, 3:].mean(1))
+            state.angle_sigma_deg[rows] = np.where(unusable, np.nan, np.rad2deg(np.sqrt(variance[:, :3].mean(1))))
+            state.shift_sigma_angst[rows] = np.where(unusable, np.nan, np.sqrt(variance[:, 3:].mean(1)))
 
 
 class FileWriter:

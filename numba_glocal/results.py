@@ -9,6 +9,8 @@ import platform
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +29,11 @@ from .io.paths import whole_file
 from .report import IterationSummary, ReportData, WorkerSummary
 from .settings import AlignSettings, AverageSettings, read_job_file, settings_to_toml
 from .values import FSCCurve, ParticleSet, Poses, Volume
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 FILES = {
     "particles.star": "poses, half-sets, scores and uncertainties; columns of the input kept",
@@ -106,12 +113,24 @@ class RunFolder:
             raise SettingsError(f"--output {self.path}: expected a folder, found a file")
         if self.path.exists() and any(self.path.iterdir()):
             hint = ""
-            if (self.path / "job.toml").exists():
-                hint = "; --resume goes on with it" if self.last_state() else "; the run in it finished no iteration, remove it to start anew"
+            if self._holds_align():
+                hint = (
+                    "; --resume goes on with the run in it"
+                    if self.last_state()
+                    else "; --resume begins again the run in it, which finished no iteration"
+                )
             raise SettingsError(f"--output {self.path} is not empty; expected a new folder{hint}")
 
-    def create(self, settings: AlignSettings | AverageSettings, inputs: list[Path]) -> None:
-        """Makes the folder and writes the job.
+    def _holds_align(self) -> bool:
+        """Whether the folder is that of an `align` run: one that --resume takes."""
+        try:
+            read_job_file(self.path / "job.toml")
+        except SettingsError:
+            return False
+        return True
+
+    def make(self, inputs: list[Path]) -> None:
+        """Makes the folder.
 
         Raises
         ------
@@ -125,7 +144,42 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise InputError(f"--output {self.path}: cannot be made ({problem.strerror})") from None
+
+    def create(self, settings: AlignSettings | AverageSettings, inputs: list[Path]) -> None:
+        """`make` and `write_job`."""
+        self.make(inputs)
         self.write_job(settings)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """This process works in the folder, and no other does.
+
+        The lock is advisory, on ``.lock``, and ends with the process however that ends; the file may stay. Where the system or
+        the disk knows no locks nothing is held.
+
+        Raises
+        ------
+        SettingsError
+            Another process holds it.
+        """
+        if fcntl is None:
+            yield
+            return
+        with open(self.path / ".lock", "a+", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                holder = lock.read().strip()
+                raise SettingsError(
+                    f"{self.path}: another run is at work in this folder{f' ({holder})' if holder else ''}; expected it to end or be stopped first"
+                ) from None
+            except OSError:
+                pass  # a disk without locks
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {platform.node()}\n")
+            lock.flush()
+            yield
 
     def write_job(self, settings: AlignSettings | AverageSettings) -> None:
         """Writes ``job.toml``."""
@@ -199,15 +253,24 @@ class RunFolder:
         write_fsc_star(folder / "fsc.star", fsc, criterion)
 
     def write_particles(self, folder: Path, particles: ParticleSet, state: RunState) -> None:
-        """The list with new poses, scores and uncertainties."""
+        """The list with new poses, scores and uncertainties.
+
+        An unusable particle keeps its pose and gets the worst values, so that it is last however the list is sorted: the
+        lowest score and likelihood of the usable ones, a rotation known to 180 degrees and a shift to half the box.
+        """
+
+        def lowest(values: NDArray[np.float64]) -> float:
+            return float(np.min(values[np.isfinite(values)], initial=np.inf))
+
+        half_box_angst = 0.5 * particles.box_size * particles.pixel_size_angst
         columns = {
-            "ngScore": state.scores,
-            "ngAngleSigmaDeg": state.angle_sigma_deg,
-            "ngShiftSigmaAngst": state.shift_sigma_angst,
-            "rlnLogLikeliContribution": state.log_likelihood,
+            "ngScore": (state.scores, lowest(state.scores)),
+            "ngAngleSigmaDeg": (state.angle_sigma_deg, 180.0),
+            "ngShiftSigmaAngst": (state.shift_sigma_angst, half_box_angst),
+            "rlnLogLikeliContribution": (state.log_likelihood, lowest(state.log_likelihood)),
         }
         # what a run knows nothing of (`average` scores nothing) stays as the list has it
-        known = {name: np.nan_to_num(values, nan=0.0) for name, values in columns.items() if np.isfinite(values).any()}
+        known = {name: np.where(np.isfinite(values), values, worst) for name, (values, worst) in columns.items() if np.isfinite(values).any()}
         write_particles(folder / "particles.star", particles.with_poses(state.poses), known)
 
     def write_start(self, particles: ParticleSet, binned_box_size: int) -> None:

@@ -145,11 +145,12 @@ def test_tree_watch_sees_children() -> None:
 
 def test_table_fills_markers(tmp_path: Path) -> None:
     table = load("table")
-    environment = {"processor": "P", "vectors": "V", "cores_used": 2, "commit": "abc", "date": "today", "command": "c"}
+    environment = {"processor": "P", "vectors": "V", "cores_used": 2, "load_average_at_start": 4.05, "commit": "abc", "date": "today", "command": "c"}
     rows = [{"benchmark": "memory", "particles": 100, "options": "", "chunk": 8, "worker_peak_mib": 512.4, "parent_peak_mib": 300.0, "wall_s": 0.5}]
-    (tmp_path / "memory.json").write_text(json.dumps({"environment": environment, "rows": rows}))
+    (tmp_path / "memory.json").write_text(json.dumps({"environment": environment, "notes": "How it was done.", "rows": rows}))
     text = "a\n<!-- benchmark:memory -->\nold\n<!-- /benchmark -->\nb\n<!-- benchmark:other -->kept<!-- /benchmark -->\n"
     filled = table.fill(text, tmp_path)
     assert "| 100 | 8 | 512 MiB | 300 MiB | 500 ms |" in filled and "old" not in filled
+    assert "How it was done." in filled and "load 4.05" in filled  # a busy machine is no secret
     assert filled.startswith("a\n<!-- benchmark:memory -->\n") and filled.endswith("b\n<!-- benchmark:other -->kept<!-- /benchmark -->\n")
     assert table.fill(filled, tmp_path) == filled

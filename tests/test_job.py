@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import mrcfile
 import numpy as np
 import pytest
@@ -94,6 +96,27 @@ def test_a_mask_need_not_be_spherical_and_the_particles_sphere_holds_it(made, tm
     rod = write(tmp_path / "rod.mrc", (np.abs(grid[0]) <= 8) & (np.abs(grid[1]) <= 2) & (np.abs(grid[2]) <= 2))
     prepared = job(made, mask=rod)
     assert prepared.mask.sum() == pytest.approx(17 * 5 * 5) and prepared.particle_mask.radius_voxels >= np.sqrt(8**2 + 2 * 2**2)
+
+
+@pytest.mark.parametrize(
+    ("radius", "offset", "warned"),
+    [
+        (4, (0, 0, 0), False),
+        (4, (1, 0, 1), False),  # 1.4 voxels; a quarter of its diameter is 2, a tenth of the box as well
+        (4, (3, 0, 0), True),
+        (2, (0, 1.2, 0.8), True),  # 1.44 voxels are within a tenth of the box, but more than a quarter of 4
+        (7, (0, 0, -2.5), True),  # less than a quarter of 14, more than a tenth of the box
+    ],
+)
+def test_a_mask_beside_the_centre_is_said(made, tmp_path, radius, offset, warned):
+    grid = np.indices((BOX,) * 3) - BOX // 2 - np.array(offset)[:, None, None, None]
+    name = write(tmp_path / "aside.mrc", np.clip(radius + 0.5 - np.sqrt((grid**2).sum(0)), 0, 1))
+    lines = [line for line in job(made, mask=name).warnings if "centre of mass" in line]
+    assert len(lines) == warned
+    if warned:
+        distance, diameter, box = (float(number) for number in re.findall(r"(\d+) A", lines[0]))
+        assert distance == pytest.approx(PIXEL * np.linalg.norm(offset), abs=1.5) and box == BOX * PIXEL
+        assert diameter == pytest.approx(2 * radius * PIXEL, rel=0.05) and "aside.mrc" in lines[0]
 
 
 # --- the start map --------------------------------------------------------------------------------------------------------------------------

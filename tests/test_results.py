@@ -11,7 +11,7 @@ from scipy.spatial.transform import Rotation
 from numba_glocal.errors import GlocalError, InputError, SettingsError
 from numba_glocal.io import read_particles
 from numba_glocal.results import RunFolder, RunState, load_report_data
-from numba_glocal.settings import AlignSettings, read_job_file
+from numba_glocal.settings import AlignSettings, AverageSettings, read_job_file
 from numba_glocal.simulation import SimulationSettings, simulate
 from numba_glocal.values import Poses
 
@@ -65,10 +65,10 @@ def test_states_are_ordered_by_number(folder):
 
 def test_a_new_folder_is_new(folder, tmp_path):
     settings = AlignSettings("list.star", "x")
-    with pytest.raises(SettingsError, match="not empty.*remove it"):
+    with pytest.raises(SettingsError, match="not empty.*--resume begins again"):
         folder.create(settings, [])
     folder.write_state(state(1))
-    with pytest.raises(SettingsError, match="not empty.*--resume"):
+    with pytest.raises(SettingsError, match="not empty.*--resume goes on"):
         folder.create(settings, [])
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingsError, match="found a file"):
@@ -80,6 +80,14 @@ def test_a_new_folder_is_new(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     RunFolder(tmp_path / "empty").create(settings, [])
     assert read_job_file(tmp_path / "empty" / "job.toml")["particles"] == "list.star"
+
+
+def test_only_align_is_resumed(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create(AverageSettings("list.star", "run"), [])
+    with pytest.raises(SettingsError) as caught:
+        folder.check_new([])
+    assert "not empty" in str(caught.value) and "--resume" not in str(caught.value)
 
 
 def test_the_start_is_known_again(folder, tmp_path):
@@ -96,8 +104,10 @@ def test_the_start_is_known_again(folder, tmp_path):
 
 
 def test_written_particles(folder, tmp_path):
-    """New poses as RELION means them, ours in further columns, 0 for what is not known."""
-    particles, now = some_particles(tmp_path), state(1, scores=np.array([1.0, 2.0, np.nan, 4.0, 5.0, 6.0]))
+    """New poses as RELION means them, ours in further columns; an unusable particle is last however the list is sorted."""
+    particles, now = some_particles(tmp_path), state(1, scores=np.array([1.0, 2.0, np.nan, -4.0, 5.0, 6.0]))
+    now.angle_sigma_deg = np.array([0.1, 0.2, np.nan, 0.4, 0.5, 0.6])
+    now.shift_sigma_angst = np.array([1.0, 2.0, np.nan, 4.0, 5.0, 6.0])
     folder.write_particles(folder.path, particles, now)
     block = gemmi.cif.read(str(folder.path / "particles.star")).find_block("particles")
 
@@ -110,7 +120,9 @@ def test_written_particles(folder, tmp_path):
     assert np.rad2deg(turned.magnitude()).max() < 1e-4
     origins = np.stack([column(f"_rlnOrigin{axis}Angst") for axis in "XYZ"], 1)
     assert np.abs(origins + now.poses.shifts_angst).max() < 1e-5
-    assert column("_ngScore").tolist() == [1, 2, 0, 4, 5, 6] and not column("_ngAngleSigmaDeg").any()
+    assert column("_ngScore").tolist() == [1, 2, -4, -4, 5, 6] and not column("_rlnLogLikeliContribution").size
+    assert column("_ngAngleSigmaDeg").tolist() == [0.1, 0.2, 180, 0.4, 0.5, 0.6]
+    assert column("_ngShiftSigmaAngst").tolist() == [1, 2, 80, 4, 5, 6]  # half of 16 voxels of 10 A
 
 
 def test_what_a_run_does_not_know_stays_as_listed(folder, tmp_path):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import tomllib
 
 import gemmi
 import mrcfile
 import numpy as np
 import pytest
+
+from numba_glocal.results import RunFolder
 
 FINAL = {"particles.star", "half1.mrc", "half2.mrc", "average.mrc", "average_filtered.mrc", "mask.mrc", "fsc.star", "report.html"}
 RECORD = {"job.toml", "provenance.json", "log.txt", "events.jsonl", "summary.json"}
@@ -85,7 +91,7 @@ def test_run_folder(tiny, align):
 
 
 def test_quiet_says_nothing(tiny, align):
-    result = align("--quiet", iterations=1)
+    result = align("--quiet", "--initial-lowpass", 100, iterations=1)
     assert result.exit_code == 0 and result.output == ""
 
 
@@ -179,6 +185,76 @@ def test_resume_from_another_folder(tiny, invoke, no_report, monkeypatch):
     for iterations in (2, 3):  # the second time the run has been in both folders
         result = invoke("align", "-o", "run", "--resume", "--iterations", iterations)
         assert result.exit_code == 0, result.output
+
+
+@pytest.fixture
+def holding():
+    """Holds a lock on a file, in a process of its own and without our code."""
+    lines = ("import fcntl, sys", "f = open(sys.argv[1], 'w')", "fcntl.flock(f, fcntl.LOCK_EX)", "f.write(sys.argv[2])", "f.flush()")
+    script = "\n".join((*lines, "print('held', flush=True)", "sys.stdin.read()"))
+    processes = []
+
+    def holding(path, says):
+        process = subprocess.Popen([sys.executable, "-c", script, path, says], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield holding
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_a_live_run_is_not_resumed(tiny, align, invoke, holding, no_report):
+    assert align(iterations=1).exit_code == 0
+    run = tiny.folder.parent / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    other = holding(run / ".lock", "process 4711 on node7")
+    result = invoke("align", "-o", run, "--resume", "--iterations", 2)
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1
+    assert "another run is at work" in result.stderr and "process 4711 on node7" in result.stderr
+    assert {path: path.read_bytes() for path in before} == before and not (run / "iter_002").exists()
+    other.kill()
+    other.wait()
+    assert invoke("align", "-o", run, "--resume", "--iterations", 2).exit_code == 0  # what it wrote into the lock file does not matter
+
+
+@pytest.mark.parametrize("command", ["align", "average"])
+def test_a_folder_is_held_for_the_life_of_a_run(command, tiny, invoke, no_report, monkeypatch):
+    run, seen = tiny.folder.parent / "run", []
+    write = RunFolder.write_final
+
+    def look(folder, *arguments):
+        with open(run / ".lock") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        seen.append((run / ".lock").read_text())
+        return write(folder, *arguments)
+
+    monkeypatch.setattr(RunFolder, "write_final", look)
+    extra = ["--reference", tiny.reference, "--iterations", 1] if command == "align" else []
+    assert invoke(command, tiny.list, "-o", run, "--particle-diameter", 200, *extra).exit_code == 0
+    assert len(seen) == 1 and str(os.getpid()) in seen[0]
+    with open(run / ".lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_resume_of_a_run_without_a_finished_iteration_begins_again(tiny, align, invoke, no_report):
+    assert align(iterations=1).exit_code == 0
+    run = tiny.folder.parent / "run"
+    whole = (run / "particles.star").read_bytes()
+    (run / "iter_001" / "state.npz").unlink()
+    for name in (*FINAL, "summary.json"):
+        (run / name).unlink(missing_ok=True)
+    (run / "iter_000" / "reference1.npy").write_bytes(b"half of it")
+    before = sorted(run.rglob("*"))
+    result = invoke("align", "-o", run, "--resume", "--dry-run")
+    assert result.exit_code == 0 and "begins again" in result.stderr and sorted(run.rglob("*")) == before
+    result = invoke("align", "-o", run, "--resume", "--score", "ncc")
+    assert result.exit_code == 2 and "cannot become ncc" in result.stderr
+    result = invoke("align", "-o", run, "--resume")
+    assert result.exit_code == 0 and "begins again" in result.stderr and "begins again" in (run / "log.txt").read_text()
+    assert (run / "particles.star").read_bytes() == whole
 
 
 def test_every_shift_at_its_limit(tiny, align):

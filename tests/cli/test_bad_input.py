@@ -99,6 +99,11 @@ REFUSED = {
     "low-pass leaves nothing": (lambda t: ["--lowpass", 1000], "nothing"),
     "negative diameter": (lambda t: ["--particle-diameter", -5], "--particle-diameter"),
     "diameter is NaN": (lambda t: ["--particle-diameter", "nan"], "--particle-diameter"),
+    "diameter of three voxels": (lambda t: ["--particle-diameter", 48], "--particle-diameter 48 A is 3 voxels (of 16 A)"),
+    "diameter of few binned voxels": (
+        lambda t: ["--particle-diameter", 100, "--binning", 1.25],
+        "--particle-diameter 100 A is 5 voxels (of 16 A; 20 A by --binning 1.25): too few to tell orientations; expected at least 6 voxels, 120 A",
+    ),
     "diameter beyond the box": (lambda t: ["--particle-diameter", 2000], "2000"),
     "binning below one": (lambda t: ["--binning", 0.5], "--binning"),
     "binning leaves nothing": (lambda t: ["--binning", 5], "--binning"),
@@ -209,6 +214,9 @@ def test_unusable_particle_is_left_out_and_listed(case, command, tiny, invoke, r
     assert particle(tiny, 4).name in (run / "log.txt").read_text()
     block = gemmi.cif.read(str(run / "particles.star")).find_block("particles")
     assert len(block.find_values("_rlnImageName")) == 12  # nobody disappears from the list
+    for label, last in (("_ngScore", min), ("_ngAngleSigmaDeg", max), ("_ngShiftSigmaAngst", max)) if command == "align" else ():
+        values = [float(value) for value in block.find_values(label)]
+        assert values[4] == last(values), label
     for name in ("half1", "half2", "average"):
         with mrcfile.open(run / f"{name}.mrc") as file:
             assert np.isfinite(file.data).all() and file.data.std() > 0
@@ -342,7 +350,7 @@ def test_absurd_numbers_work_or_are_refused(option, value, tiny, invoke, no_repo
     run = tiny.folder.parent / "run"
     result = invoke("align", tiny.list, "-o", run, "--reference", tiny.reference, "--iterations", 1, *diameter, option, value)
     if result.exit_code:
-        one_line(result, "1e-09 A" if option == "--pixel-size" else option)
+        one_line(result, f"{value:g} A" if option == "--pixel-size" else option)
     else:
         assert all(np.isfinite(mrcfile.read(run / f"half{i}.mrc")).all() for i in (1, 2))
         assert "nan" not in result.output.lower()

@@ -93,6 +93,21 @@ def settings(small, iterations=2):
     }
 
 
+def test_killed_in_the_first_iteration(small, whole, command, start_command, tmp_path):
+    """While it lives nobody else may work in its folder; once it is dead its lock is gone, and --resume begins again."""
+    run = tmp_path / "run"
+    process = start_command("align", small.start, "-o", run, *options(small), "--cpu-procs", 2)
+    wait_for(lambda: (run / "events.jsonl").exists() and any("iteration 1" in line["title"] for line in events(run, "stage")), process)
+    process.send_signal(signal.SIGSTOP)
+    refused = command("align", "-o", run, "--resume", code=2).stderr.splitlines()
+    assert len(refused) == 1 and f"process {process.pid} " in refused[0]
+    process.kill()
+    process.communicate()
+    assert not list(run.glob("iter_*/state.npz"))
+    assert "begins again" in command("align", "-o", run, "--resume").stderr
+    assert same(whole, run)
+
+
 @pytest.mark.parametrize("workers", [0, 1, 5])
 def test_number_of_workers(small, whole, align_here, tmp_path, workers):
     """0: no pool, everything in this process."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import gemmi
 import mrcfile
 import numpy as np
@@ -47,3 +49,17 @@ def test_the_trap_is_real(noise, align_here, tmp_path):
     align_here(noise.start, tmp_path / "run", iterations=1, **options)
     curve = corrected_fsc(tmp_path / "run")
     assert curve[7:10].mean() > 0.25
+
+
+def test_agreement_that_the_start_map_brought_is_called_so(noise, planted_run, command, tmp_path):
+    """In the log, the summary, the report and the last words; not where the particles hold what is found, nor without a start map."""
+    options = ["--particle-diameter", 200, "--iterations", 1, "--cpu-procs", 2]
+    run, words = tmp_path / "run", "is no finer than what the start map brought (--initial-lowpass 50"
+    done = command("align", noise.start, "-o", run, "--reference", noise.reference, "--quiet", *options)
+    assert json.loads((run / "summary.json").read_text())["resolution_angst"] > 45  # the trap: a resolution from nothing
+    assert done.stderr.count(words) == 1  # --quiet hushes no warning
+    for name in ("log.txt", "summary.json", "report.html"):
+        assert words in (run / name).read_text(), name
+    done = command("align", noise.start, "-o", tmp_path / "own", *options)
+    assert "no finer" not in done.stderr
+    assert "no finer" not in (planted_run / "log.txt").read_text() + (planted_run / "summary.json").read_text()
