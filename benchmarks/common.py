@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -21,6 +22,29 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("numpy", "numba", "scipy", "pyfftw", "threadpoolctl")
+GPU_PACKAGES = ("numba-cuda", "nvidia-cublas-cu12", "nvidia-cublas", "cupy-cuda12x", "cupy-cuda13x", "nvidia-ml-py")
+
+# The program where no script of it is installed, or only the library: `cli/` beside this folder is taken.
+_PROGRAM = """
+import importlib.util, sys
+try:
+    from numba_glocal.cli import main
+except ImportError:
+    folder = {folder!r}
+    spec = importlib.util.spec_from_file_location("numba_glocal.cli", folder + "/__init__.py", submodule_search_locations=[folder])
+    sys.modules["numba_glocal.cli"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    main = module.main
+main()
+"""
+_SIMULATE = """
+import sys
+from pathlib import Path
+from numba_glocal.simulation import SimulationSettings, simulate
+folder, count, box, pixel, snr, seed = sys.argv[1:]
+settings = SimulationSettings(int(count), int(box), float(pixel), float(snr), perturb_deg=4.0, shift_angst=float(pixel), seed=int(seed))
+simulate(Path(folder), settings)
+"""
 
 
 def shared_folder() -> Path | None:
@@ -182,6 +206,13 @@ def vector_width() -> str:
     return next((name for name, flag in (("AVX-512", " avx512f"), ("AVX2", " avx2"), ("SSE", " sse2")) if flag in flags), "unknown")
 
 
+def gpu_names() -> list[str]:
+    """Names of this machine's GPUs, as the driver tells them."""
+    from numba_glocal.devices import survey_gpus
+
+    return [gpu.name for gpu in survey_gpus().gpus]
+
+
 def git_commit() -> str:
     """Commit of the working tree, with a plus sign where the package differs from it."""
     try:
@@ -195,7 +226,7 @@ def git_commit() -> str:
 def environment() -> dict[str, Any]:
     """Where and with what a benchmark ran."""
     versions = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in PACKAGES + GPU_PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -205,6 +236,7 @@ def environment() -> dict[str, Any]:
     return {
         "processor": processor(),
         "vectors": vector_width(),
+        "gpus": gpu_names(),
         "cores_of_machine": os.cpu_count(),
         "cores_used": affinity,
         "load_average_at_start": round(load, 2),
@@ -286,7 +318,99 @@ def program() -> list[str]:
     """The installed `numba-glocal` of this Python, as the start of a command."""
     beside = Path(sys.executable).with_name("numba-glocal")
     found = str(beside) if beside.is_file() else shutil.which("numba-glocal")
-    if found is None:
-        print("skipped: numba-glocal is not installed (pip install -e .)")
-        sys.exit(0)
-    return [found]
+    return [found] if found is not None else [sys.executable, "-c", _PROGRAM.format(folder=str(ROOT / "cli"))]
+
+
+def make_particles(folder: Path, count: int, box_size: int, pixel_size_angst: float = 6.8, snr: float = 0.05) -> float:
+    """`count` simulated particles with a wedge: ``start.star`` (poses about 4 degrees and a voxel off) and ``reference.mrc``.
+
+    Each core simulates a part, with a seed of its own; the list names them all.
+
+    Returns
+    -------
+    float
+        Seconds that took.
+    """
+    begun = time.perf_counter()
+    parts = max(1, min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, 16, count // 8))
+    sizes = [count // parts + (i < count % parts) for i in range(parts)]
+    environment = dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]))
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _SIMULATE, str(folder / f"part{i}"), *map(str, (size, box_size, pixel_size_angst, snr, i + 1))], env=environment
+        )
+        for i, size in enumerate(sizes)
+    ]
+    if any(process.wait() for process in started):
+        raise RuntimeError("the particles could not be made")
+    head, rows = [], []
+    for i in range(parts):
+        for line in (folder / f"part{i}" / "start.star").read_text().splitlines():
+            if "subtomo/" in line:
+                rows.append(line.replace("subtomo/", f"part{i}/subtomo/"))
+            elif i == 0 and line.strip():
+                head.append(line)
+    (folder / "start.star").write_text("\n".join([*head, *rows]) + "\n\n")
+    shutil.copy(folder / "part0" / "reference.mrc", folder / "reference.mrc")
+    return time.perf_counter() - begun
+
+
+@dataclass
+class Run:
+    """One run of `align`.
+
+    Attributes
+    ----------
+    wall_s : float
+        Of the whole program.
+    started : float
+        `time.time()` at its start.
+    events : list of dict
+        Its ``events.jsonl``.
+    """
+
+    wall_s: float
+    started: float
+    events: list[dict[str, Any]]
+
+    def ready_s(self) -> float:
+        """Seconds from the start of the program until the last worker was ready."""
+        return max(event["time"] for event in self.events if event["event"] == "ready") - self.started
+
+    def iterations(self) -> list[dict[str, Any]]:
+        """Seconds of each iteration and of its stages; `rest_s` is the parent's own: maps, FSC, files."""
+        rows: list[dict[str, Any]] = []
+        stages: dict[str, float] = {}
+        for event in self.events:
+            if event["event"] == "stage":
+                title = event["title"].removeprefix(f"iteration {len(rows) + 1}: ")
+                kind = next((kind for kind in ("noise", "average", "refine") if kind in title), "align")
+                if not title.startswith("start"):
+                    stages[f"{kind}_s"] = stages.get(f"{kind}_s", 0.0) + event["seconds"]
+            elif event["event"] == "iteration":
+                rest = event["seconds"] - sum(stages.values())
+                rows.append({"iteration": event["number"], "seconds": event["seconds"], **stages, "rest_s": rest, "band_angst": event["band_angst"]})
+                stages = {}
+        return rows
+
+
+def run_align(data: Path, output: Path, options: Sequence[str], jit_cache: Path | None = None, more: dict[str, str] | None = None) -> Run:
+    """Runs `numba-glocal align` on a set of `make_particles`; an error of the program is raised with its last words."""
+    variables = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **(more or {}))
+    if jit_cache is not None:
+        variables["NUMBA_CACHE_DIR"] = str(jit_cache)
+    command = [*program(), "align", str(data / "start.star"), "--reference", str(data / "reference.mrc"), "-o", str(output), "--quiet", *options]
+    started = time.time()
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    wall = time.time() - started
+    if done.returncode:
+        raise RuntimeError(f"align failed: {done.stderr.strip()[-2000:]}")
+    return Run(wall, started, [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()])
+
+
+def maps_digest(output: Path) -> str:
+    """Of the voxels of both half-maps: equal for runs that gave the same bits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in ("half1.mrc", "half2.mrc"):
+        digest.update((output / name).read_bytes()[1024:])
+    return digest.hexdigest()

@@ -14,7 +14,7 @@ from numba_glocal.errors import SettingsError
 from numba_glocal.job import prepare_job
 from numba_glocal.refinement import Refinement, RunResult
 from numba_glocal.results import RunFolder
-from numba_glocal.settings import SPLITS, AlignSettings, read_job_file
+from numba_glocal.settings import GPU_PRECISIONS, SPLITS, AlignSettings, read_job_file
 from numba_glocal.values import SCORES
 
 from .console import Stage, note, print_facts, say, warn
@@ -72,6 +72,9 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @_option("--max-bad", key="max_bad", kind=int, text="Unusable particles tolerated. [default: the larger of 1 % and 3]", metavar="N")
 @_option("--cache-gib", key="cache_gib", kind=float, text="Memory of each CPU worker for prepared particles.", metavar="GIB")
 @_option("--gpu-memory", key="gpu_memory_gib", kind=float, text="Memory of each GPU that may be used. [default: what is free]", metavar="GIB")
+@_option(
+    "--gpu-precision", key="gpu_precision", kind=click.Choice(GPU_PRECISIONS), text="Of searches on GPUs; half may use tensor cores. [default: half]"
+)
 @seed_option
 @subset_option
 @worker_options

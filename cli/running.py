@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from numba_glocal.alignment import SearchPlan, search_levels
+from numba_glocal.averaging import warm_up as warm_up_maps
 from numba_glocal.backends.protocols import SearchLevel
-from numba_glocal.devices import memory_bytes, resolve_gpus
+from numba_glocal.devices import memory_bytes, resolve_gpus, workers_per_gpu
 from numba_glocal.errors import DeviceError, SettingsError, plural
 from numba_glocal.execution.executors import make_executor
 from numba_glocal.execution.pinning import usable_cores
@@ -44,6 +45,8 @@ class WorkerPlan:
         Empty: CPU workers.
     per_gpu : int
         Workers on each GPU.
+    reason : str
+        Why `per_gpu` is what it is, where it was chosen here.
     note : str
         Why there are no GPU workers although a GPU is there; empty otherwise.
     """
@@ -52,6 +55,7 @@ class WorkerPlan:
     gpu_ids: tuple[str, ...] = ()
     per_gpu: int = 1
     note: str = ""
+    reason: str = ""
 
     @property
     def backend(self) -> str:
@@ -86,18 +90,24 @@ def choose_workers(settings: AlignSettings | AverageSettings) -> WorkerPlan:
             raise DeviceError(f"--gpus {settings.gpus}: numba-cuda is not installed; {hint}")
         gpu_ids, note_text = (), f"a GPU is there but numba-cuda is not installed, so the CPU is used ({hint})"
     if gpu_ids:
-        per_gpu = 1
-        if settings.procs_per_gpu != "auto":
+        reason = ""
+        if settings.procs_per_gpu == "auto":
+            limit = None if settings.gpu_memory_gib is None else int(settings.gpu_memory_gib * 2**30)
+            per_gpu, why = workers_per_gpu(gpu_ids, usable_cores(), limit)
+            reason = f"auto: {why}" if why else "auto"
+        else:
             if not settings.procs_per_gpu.isdigit() or not 1 <= int(settings.procs_per_gpu) <= 32:
                 raise SettingsError(f"--procs-per-gpu: expected auto or a number from 1 to 32, found {settings.procs_per_gpu!r}")
             per_gpu = int(settings.procs_per_gpu)
         if settings.cpu_procs is not None:
             raise SettingsError("--cpu-procs: the workers of this run are on GPUs; expected --procs-per-gpu, or --gpus none")
-        return WorkerPlan(per_gpu * len(gpu_ids), gpu_ids, per_gpu)
+        return WorkerPlan(per_gpu * len(gpu_ids), gpu_ids, per_gpu, reason=reason)
     if settings.procs_per_gpu != "auto":
         raise SettingsError(f"--procs-per-gpu {settings.procs_per_gpu}: there is no GPU in this run; expected --cpu-procs")
     if settings.gpu_memory_gib is not None:
         raise SettingsError(f"--gpu-memory {settings.gpu_memory_gib:g}: there is no GPU in this run")
+    if isinstance(settings, AlignSettings) and settings.gpu_precision is not None:
+        raise SettingsError(f"--gpu-precision {settings.gpu_precision}: there is no GPU in this run; the CPU searches in single precision")
     cores = usable_cores()
     workers = settings.cpu_procs or cores
     if workers > max(16, 4 * cores):
@@ -138,6 +148,12 @@ def _gpu_share_bytes(job: Job, plan: WorkerPlan) -> int | None:
     """Device memory of one worker where --gpu-memory caps it."""
     limit = job.settings.gpu_memory_gib
     return None if limit is None else int(limit * 2**30 / plan.per_gpu)
+
+
+def worker_arguments(job: Job, plan: WorkerPlan) -> tuple[str, int, int | None, int, str]:
+    """What `start_worker` is given."""
+    precision = getattr(job.settings, "gpu_precision", None) or "half"
+    return plan.backend, int(job.settings.cache_gib * 2**30), _gpu_share_bytes(job, plan), plan.per_gpu, precision
 
 
 _NS_PER_PAIR = 1.3
@@ -203,6 +219,7 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         (
             "workers",
             f"{plan.per_gpu} on each of {plural(len(plan.gpu_ids), 'GPU')} ({', '.join(plan.gpu_ids)}), sharing {_gpu_memory_text(job)}"
+            + (f" ({plan.reason})" if plan.reason else "")
             if plan.gpu_ids
             else f"{plan.workers} on the CPU, at most {gibibytes(each)} each ({gibibytes(free)} free)",
         ),
@@ -269,12 +286,13 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
             plan.workers,
             plan.gpu_ids,
             initializer=start_worker,
-            initargs=(plan.backend, int(job.settings.cache_gib * 2**30), _gpu_share_bytes(job, plan), plan.per_gpu),
+            initargs=worker_arguments(job, plan),
             warm_up=warm_up_cuda if plan.gpu_ids else warm_up,
             events=happened,
         ) as executor:
             wait = getattr(executor, "wait_ready", None)
             if wait is not None:
+                warm_up_maps()
                 wait()
             note(f"{plural(plan.workers, 'worker')} ready in {time.perf_counter() - begun:.1f} s")
             result = work(executor)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from .backends import interpolation as kernels
 from .backends.cpu import unpack_normal_equations
 from .backends.protocols import WeightedSum
-from .fourier import PAD, grid_band, irfftn, padded_offset, padded_spectrum, sinc2_correction
+from .fourier import PAD, central_irfftn, grid_band, in_parallel, padded_offset, padded_spectrum, sinc2_correction
 from .geometry import matrix_to_rotvec, rotvec_to_matrix
 from .values import Poses
 
@@ -35,59 +36,97 @@ def reconstruct(sums: WeightedSum, box_size: int, signal_to_noise: NDArray[np.fl
     (n, n, n) float32
         Without its mean (k = 0 is left out), centre at ``n // 2``.
     """
-    n, padded = box_size, PAD * box_size
+    n = box_size
     c = (sums.numerator.shape[0] - 1) // 2
-    shell, fine, count = _sum_geometry(c, n)
-    numerator, denominator = sums.numerator.astype(np.complex64), sums.denominator.astype(np.float32)
-    # the plane kx = 0 received each Friedel pair once, on either side
-    numerator[:, :, 0] += np.conj(numerator[::-1, ::-1, 0])
-    denominator[:, :, 0] += denominator[::-1, ::-1, 0]
-    profile = np.bincount(shell.ravel(), denominator.ravel(), n + 1) / np.maximum(count, 1)
+    numerator, denominator = np.ascontiguousarray(sums.numerator), np.ascontiguousarray(sums.denominator)
+    shell, fine, count = _radial_tables(c, n)
+    by_plane = np.zeros((2 * c + 1, n + 1))
+    in_parallel(lambda first: _add_shells(denominator, shell, first, min(first + _PLANES, 2 * c + 1), by_plane), range(0, 2 * c + 1, _PLANES))
+    profile = by_plane.sum(0) / np.maximum(count, 1)
     if signal_to_noise is None:
-        extra = (REGULARISATION * profile).astype(np.float32)[shell]
+        extra = REGULARISATION * profile[shell]
     else:
         radii = np.arange(_FINE * (n + 1) + 1) / _FINE
         ratio = np.maximum(np.interp(radii, np.arange(len(signal_to_noise)), signal_to_noise, right=1e-6), 1e-6)
-        extra = profile.astype(np.float32)[shell]
-        extra *= (1.0 / ratio).astype(np.float32)[fine]
-    denominator += extra
-    denominator += np.float32(max(1e-12 * float(profile.max()), 1e-30))
+        extra = profile[shell] / ratio[fine]
+    extra += max(1e-12 * float(profile.max()), 1e-30)
+    # a place of endless weight is empty: the mean, and all from n / 2 on
     limit = n // 2
-    numerator /= denominator
-    numerator[fine >= limit * _FINE] = 0
-    numerator[c, c, 0] = 0
-    # back into the corner-origin half-spectrum of the padded box; samples beyond n / 2 are zero and are dropped
+    extra[fine >= limit * _FINE] = np.inf
+    extra[0] = np.inf
     reach = min(c, PAD * limit - 1)
-    whole = np.zeros((padded, padded, padded // 2 + 1), np.complex64)
-    inner = numerator[c - reach : c + reach + 1, c - reach : c + reach + 1, : reach + 1]
-    for z_to, z_from in ((slice(0, reach + 1), slice(reach, None)), (slice(padded - reach, None), slice(0, reach))):
-        for y_to, y_from in ((slice(0, reach + 1), slice(reach, None)), (slice(padded - reach, None), slice(0, reach))):
-            whole[z_to, y_to, : reach + 1] = inner[z_from, y_from]
-    volume = np.fft.fftshift(irfftn(whole, padded))
-    start = padded // 2 - n // 2
-    return (volume[start : start + n, start : start + n, start : start + n] / sinc2_correction(n)).astype(np.float32)
+    volume = central_irfftn(lambda first, block: _divide_rows(numerator, denominator, extra, reach, first, block), n)
+    volume /= sinc2_correction(n)
+    return volume
 
 
 _FINE = 8
+_PLANES = 8
 
 
-@lru_cache(maxsize=2)
-def _sum_geometry(c: int, n: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    """Shell of every sample of a sum (in 1 / box, at most n), its radius in eighths, and the samples of each shell."""
-    z, y, x = np.arange(-c, c + 1)[:, None, None], np.arange(-c, c + 1)[None, :, None], np.arange(c + 2)[None, None, :]
-    radius = np.sqrt(z * z + y * y + x * x) / PAD
+@lru_cache(maxsize=4)
+def _radial_tables(c: int, n: int) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+    """By squared distance from the middle of a sum: shell (in 1 / box, at most n) and radius in eighths; and the samples of each shell."""
+    radius = np.sqrt(np.arange(2 * c * c + (c + 1) ** 2 + 1)) / PAD
     shell = np.minimum(np.rint(radius), n).astype(np.int32)
     fine = np.minimum(np.rint(radius * _FINE), n * _FINE).astype(np.int32)
-    return shell, fine, np.bincount(shell.ravel(), minlength=n + 1)
+    z, y, x = np.arange(-c, c + 1)[:, None, None], np.arange(-c, c + 1)[None, :, None], np.arange(c + 2)[None, None, :]
+    return shell, fine, np.bincount(shell[z * z + y * y + x * x].ravel(), minlength=n + 1)
+
+
+# On the plane kx = 0 each Friedel pair was received once, on either side: both kernels add the other side.
+
+
+@njit(cache=True, nogil=True)
+def _add_shells(denominator, shell, first, last, by_plane):  # type: ignore[no-untyped-def]
+    """Sums of the weight by shell for planes `first` to `last`, each plane's apart."""
+    rows, columns = denominator.shape[1], denominator.shape[2]
+    c = (rows - 1) // 2
+    for i in range(first, last):
+        z2 = (i - c) ** 2
+        for j in range(rows):
+            r2 = z2 + (j - c) ** 2
+            by_plane[i, shell[r2]] += denominator[i, j, 0] + denominator[2 * c - i, 2 * c - j, 0]
+            for x in range(1, columns):
+                by_plane[i, shell[r2 + x * x]] += denominator[i, j, x]
+
+
+@njit(cache=True, nogil=True)
+def _divide_rows(numerator, denominator, extra, reach, first, block):  # type: ignore[no-untyped-def]
+    """Sums over weights into rows of a padded half-spectrum; see `fourier.central_irfftn`."""
+    c = (numerator.shape[0] - 1) // 2
+    padded = block.shape[1]
+    block[:] = 0
+    for b in range(block.shape[0]):
+        row = first + b
+        ky = row if row <= reach else row - padded
+        if row >= padded or ky < -reach:
+            continue
+        for kz in range(-reach, reach + 1):
+            r2 = kz * kz + ky * ky
+            i, j, to = kz + c, ky + c, kz if kz >= 0 else kz + padded
+            weight = 1.0 / (denominator[i, j, 0] + denominator[2 * c - i, 2 * c - j, 0] + extra[r2])
+            block[b, to, 0] = (numerator[i, j, 0] + numerator[2 * c - i, 2 * c - j, 0].conjugate()) * weight
+            for x in range(1, reach + 1):
+                block[b, to, x] = numerator[i, j, x] * (1.0 / (denominator[i, j, x] + extra[r2 + x * x]))
 
 
 def merge(sums: list[WeightedSum]) -> WeightedSum:
     """Partial sums added up in the order given, in double precision; the first one's arrays are added to where they are double already."""
-    numerator = sums[0].numerator.astype(np.complex128, copy=False)
-    denominator = sums[0].denominator.astype(np.float64, copy=False)
-    for part in sums[1:]:
-        numerator += part.numerator
-        denominator += part.denominator
+    first = sums[0]
+    in_place = first.numerator.dtype == np.complex128
+    numerator = first.numerator if in_place else np.empty(first.numerator.shape, np.complex128)
+    denominator = first.denominator if in_place else np.empty(first.denominator.shape, np.float64)
+
+    def add(begin: int) -> None:
+        planes = slice(begin, begin + _PLANES)
+        if not in_place:
+            numerator[planes], denominator[planes] = first.numerator[planes], first.denominator[planes]
+        for part in sums[1:]:
+            numerator[planes] += part.numerator[planes]
+            denominator[planes] += part.denominator[planes]
+
+    in_parallel(add, range(0, len(numerator), _PLANES))
     return WeightedSum(numerator, denominator, sum(part.n_particles for part in sums))
 
 
@@ -113,7 +152,7 @@ def relative_motion(
     n = half1.shape[0]
     reach = int(np.ceil(k_max))
     c = padded_offset(reach)
-    spectra = [np.ascontiguousarray(padded_spectrum(half * mask, reach)).view(np.float32).ravel() for half in (half1, half2)]
+    spectra = in_parallel(lambda half: np.ascontiguousarray(padded_spectrum(half * mask, reach)).view(np.float32).ravel(), (half1, half2))
     # a generic common turn keeps the samples off the padded grid's nodes, where the sinc^2 correction overshoots
     generic = rotvec_to_matrix(np.array([-0.7, 0.9, 0.5]))
     band = grid_band(n, float(k_max))
@@ -149,6 +188,16 @@ def relative_motion(
         if np.linalg.norm(step[:3]) < 1e-6 and np.linalg.norm(step[3:]) < 1e-6:
             break
     return matrix_to_rotvec(rotation), shift
+
+
+def warm_up() -> None:
+    """Compiles (or loads) what this module does in the parent, on tiny sums; for while the workers start."""
+    n, c = 16, padded_offset(7)
+    rng = np.random.default_rng(0)
+    shape = (2 * c + 1, 2 * c + 1, c + 2)
+    parts = [WeightedSum(rng.normal(size=shape).astype(np.complex64), np.ones(shape, np.float32), 1) for _ in range(2)]
+    half_map = reconstruct(merge(parts), n)
+    relative_motion(half_map, half_map + rng.normal(size=half_map.shape).astype(np.float32), np.ones_like(half_map), 6.0)
 
 
 def move_frame(poses: Poses, rotvec_rad: NDArray[np.float64], shift_angst: NDArray[np.float64], share: float) -> Poses:

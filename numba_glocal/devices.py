@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -26,6 +26,9 @@ from .execution.pinning import (
 
 LIBRARIES = ("numpy", "scipy", "numba", "llvmlite", "pyfftw", "numba-cuda", "nvidia-ml-py")
 NVML_MODULE = "pynvml"
+_MOST_AUTO_WORKERS = 2
+_CORES_PER_GPU_WORKER = 2
+_BYTES_PER_GPU_WORKER = 4 << 30
 _COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
 
 
@@ -250,6 +253,46 @@ def resolve_gpus(
                 reason = survey.problem or f"this machine has {len(survey.gpus)} (indices from 0)"
                 raise DeviceError(f"--gpus: GPU {device} was asked for, but {reason}")
     return wanted
+
+
+def workers_per_gpu(gpu_ids: Sequence[str], cores: int, limit_bytes: int | None = None, survey: GpuSurvey | None = None) -> tuple[int, str]:
+    """How many workers each GPU gets where the user leaves it open.
+
+    A second worker reads and prepares particles while the first one computes; it needs two cores of its own and 4 GiB of device memory. More
+    than two were no faster.
+
+    Parameters
+    ----------
+    gpu_ids : sequence of str
+        Values for ``CUDA_VISIBLE_DEVICES``.
+    cores : int
+        That this process may use.
+    limit_bytes : int, optional
+        Of each GPU's memory, where the user sets one.
+    survey : GpuSurvey, optional
+        The GPUs of the machine; asked when needed.
+
+    Returns
+    -------
+    number : int
+    reason : str
+        Why not more, for the plan.
+    """
+    survey = survey_gpus() if survey is None else survey
+    chosen = [gpu for gpu in survey.gpus if any(device == str(gpu.index) or gpu.uuid.startswith(device) for device in gpu_ids)]
+    if len(chosen) < len(gpu_ids):  # MIG instances, or no answer
+        return 1, "free memory not known"
+    if any(gpu.compute_mode == "exclusive process" for gpu in chosen):
+        return 1, "exclusive process mode"
+    free = [gpu.memory_free_bytes for gpu in chosen if gpu.memory_free_bytes is not None]
+    if len(free) < len(chosen):
+        return 1, "free memory not known"
+    least = min(free) if limit_bytes is None else min(*free, limit_bytes)
+    by_cores, by_memory = cores // (_CORES_PER_GPU_WORKER * len(gpu_ids)), least // _BYTES_PER_GPU_WORKER
+    number = max(1, min(_MOST_AUTO_WORKERS, by_cores, by_memory))
+    if by_memory < min(_MOST_AUTO_WORKERS, by_cores):
+        return number, f"{least / 2**30:.1f} GiB of memory"
+    return number, f"{cores} usable cores" if by_cores < _MOST_AUTO_WORKERS else ""
 
 
 def _exists(device: str, gpus: tuple[Gpu, ...]) -> bool:

@@ -13,10 +13,12 @@ In both, the volume's centre is voxel ``n // 2``, so a centred real even map has
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyfftw
@@ -25,33 +27,86 @@ from numpy.typing import NDArray
 PAD = 2
 """Padding factor of spectra that are interpolated."""
 
-_plans: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
-_plans_lock = threading.Lock()
 _MAX_PLANS = 24
+_BLOCK_BYTES = 1 << 20
+_MOST_THREADS = 16
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-def _plan(kind: str, shape: tuple[int, ...], axes: tuple[int, ...], dtype: str) -> Any:
-    """A pyFFTW plan with its own buffers, kept in a bounded cache (many box sizes in one run must not pile up)."""
+class _Threads:
+    """The threads of this process that work on one volume; none until `use_threads` says so."""
+
+    def __init__(self) -> None:
+        self.pool: ThreadPoolExecutor | None = None
+        self.inside = threading.local()
+
+
+_threads = _Threads()
+
+
+def use_threads(count: int) -> None:
+    """How many threads `in_parallel` may use in this process: 1 in workers (and until this is called), the idle cores in the parent.
+
+    No result depends on it: work is cut by the box alone, and every transform is planned for one thread.
+    """
+    count = min(count, _MOST_THREADS)
+    if _threads.pool is not None:
+        _threads.pool.shutdown(wait=True)
+    _threads.pool = ThreadPoolExecutor(count, thread_name_prefix="volume") if count > 1 else None
+
+
+def in_parallel(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """``[function(item) for item in items]`` on the threads of `use_threads`; within such a thread, one after the other."""
+    pool = None if getattr(_threads.inside, "busy", False) else _threads.pool
+    if pool is None:
+        return [function(item) for item in items]
+
+    def work(item: Item) -> Result:
+        _threads.inside.busy = True
+        return function(item)
+
+    return list(pool.map(work, items))
+
+
+_free_plans: dict[tuple[Any, ...], list[Any]] = {}
+_plans_lock = threading.Lock()
+
+
+@contextmanager
+def _plan(kind: str, shape: tuple[int, ...], axes: tuple[int, ...], dtype: str) -> Iterator[Any]:
+    """A pyFFTW plan with its own buffers, lent to one thread at a time; a bounded number is kept (many box sizes in one run must not pile up)."""
     key = (kind, shape, axes, dtype)
-    if key in _plans:
-        _plans.move_to_end(key)
-        return _plans[key]
+    with _plans_lock:  # FFTW's planner serves one thread at a time
+        free = _free_plans.get(key)
+        plan = free.pop() if free else _make_plan(*key)
+    try:
+        yield plan
+    finally:
+        with _plans_lock:
+            _free_plans.setdefault(key, []).append(plan)
+            _free_plans[key] = _free_plans.pop(key)  # the last used stand at the end
+            while sum(map(len, _free_plans.values())) > _MAX_PLANS + _MOST_THREADS:
+                first = next(iter(_free_plans))
+                _free_plans[first].pop()
+                if not _free_plans[first]:
+                    del _free_plans[first]
+
+
+def _make_plan(kind: str, shape: tuple[int, ...], axes: tuple[int, ...], dtype: str) -> Any:
     real, cplx = ("float32", "complex64") if dtype == "single" else ("float64", "complex128")
     half = list(shape)
     half[axes[-1]] = shape[axes[-1]] // 2 + 1
     if kind == "r2c":
         a, b = pyfftw.empty_aligned(shape, real), pyfftw.empty_aligned(tuple(half), cplx)
-        plan = pyfftw.FFTW(a, b, axes=axes, direction="FFTW_FORWARD", flags=("FFTW_ESTIMATE",), threads=1)
-    elif kind == "c2r":
+        return pyfftw.FFTW(a, b, axes=axes, direction="FFTW_FORWARD", flags=("FFTW_ESTIMATE",), threads=1)
+    if kind == "c2r":
         a, b = pyfftw.empty_aligned(tuple(half), cplx), pyfftw.empty_aligned(shape, real)
-        plan = pyfftw.FFTW(a, b, axes=axes, direction="FFTW_BACKWARD", flags=("FFTW_ESTIMATE", "FFTW_DESTROY_INPUT"), threads=1)
-    else:
-        a = pyfftw.empty_aligned(shape, cplx)
-        plan = pyfftw.FFTW(a, a, axes=axes, direction="FFTW_FORWARD" if kind == "c2c" else "FFTW_BACKWARD", flags=("FFTW_ESTIMATE",), threads=1)
-    _plans[key] = plan
-    while len(_plans) > _MAX_PLANS:
-        _plans.popitem(last=False)
-    return plan
+        return pyfftw.FFTW(a, b, axes=axes, direction="FFTW_BACKWARD", flags=("FFTW_ESTIMATE", "FFTW_DESTROY_INPUT"), threads=1)
+    a = pyfftw.empty_aligned(shape, cplx)
+    direction = "FFTW_FORWARD" if kind == "c2c" else "FFTW_BACKWARD"
+    return pyfftw.FFTW(a, a, axes=axes, direction=direction, flags=("FFTW_ESTIMATE",), threads=1)
 
 
 def _precision(dtype: Any) -> str:
@@ -60,8 +115,7 @@ def _precision(dtype: Any) -> str:
 
 def rfftn(volume: NDArray[np.floating[Any]]) -> NDArray[np.complexfloating[Any, Any]]:
     """Transform of a real volume, corner origin in and out; float64 stays double, all else is single precision."""
-    with _plans_lock:
-        plan = _plan("r2c", volume.shape, tuple(range(volume.ndim)), _precision(volume.dtype))
+    with _plan("r2c", volume.shape, tuple(range(volume.ndim)), _precision(volume.dtype)) as plan:
         plan.input_array[...] = volume
         plan.execute()
         return plan.output_array.copy()
@@ -70,8 +124,7 @@ def rfftn(volume: NDArray[np.floating[Any]]) -> NDArray[np.complexfloating[Any, 
 def irfftn(spectrum: NDArray[np.complexfloating[Any, Any]], box_size: int) -> NDArray[np.floating[Any]]:
     """Inverse of `rfftn` for a cubic box of `box_size`, normalised."""
     shape = (box_size,) * spectrum.ndim
-    with _plans_lock:
-        plan = _plan("c2r", shape, tuple(range(spectrum.ndim)), _precision(spectrum.dtype))
+    with _plan("c2r", shape, tuple(range(spectrum.ndim)), _precision(spectrum.dtype)) as plan:
         plan.input_array[...] = spectrum
         plan.execute()
         return plan.output_array / plan.output_array.dtype.type(plan.output_array.size)
@@ -212,16 +265,66 @@ def padded_spectrum(volume: NDArray[np.floating[Any]], k_max: float) -> NDArray[
         v = np.moveaxis(source, axis, 0)
         return np.moveaxis(np.concatenate([v[padded - c :], v[: c + 1]]), 0, axis)
 
-    with _plans_lock:
-        plan = _plan("r2c", (n, n, padded), (2,), "single")
-        spread(plan.input_array, volume * (s[:, None, None] * s[None, :, None] * s[None, None, :]), 2)
-        plan.execute()
-        rows = plan.output_array[:, :, : c + 1]
-        plan = _plan("c2c", (n, padded, c + 1), (1,), "single")
-        spread(plan.input_array, rows, 1)
-        plan.execute()
-        planes = crop(plan.input_array, 1)
-        plan = _plan("c2c", (padded, 2 * c + 1, c + 1), (0,), "single")
-        spread(plan.input_array, planes, 0)
-        plan.execute()
-        return np.ascontiguousarray(crop(plan.input_array, 0))
+    with _plan("r2c", (n, n, padded), (2,), "single") as along_x, _plan("c2c", (n, padded, c + 1), (1,), "single") as along_y:
+        spread(along_x.input_array, volume * (s[:, None, None] * s[None, :, None] * s[None, None, :]), 2)
+        along_x.execute()
+        spread(along_y.input_array, along_x.output_array[:, :, : c + 1], 1)
+        along_y.execute()
+        planes = crop(along_y.input_array, 1)
+    with _plan("c2c", (padded, 2 * c + 1, c + 1), (0,), "single") as along_z:
+        spread(along_z.input_array, planes, 0)
+        along_z.execute()
+        return np.ascontiguousarray(crop(along_z.input_array, 0))
+
+
+def central_irfftn(fill: Callable[[int, NDArray[np.complex64]], None], box_size: int) -> NDArray[np.float32]:
+    """The central box of a padded volume, from a padded half-spectrum that is never held as a whole.
+
+    The box is cut out after each pass, so that later passes transform fewer rows; blocks of rows, whose size depends on the box alone, go to
+    the threads of `use_threads`.
+
+    Parameters
+    ----------
+    fill : callable
+        ``fill(first, block)`` writes rows of the half-spectrum (corner origin): ``block[j, kz, kx]``, (b, PAD n, n + 1), is ky row ``first + j``;
+        rows from ``PAD n`` on are not looked at.
+    box_size : int
+        n.
+
+    Returns
+    -------
+    (n, n, n) float32
+        Normalised; centre at ``n // 2``.
+    """
+    n, padded, before = box_size, PAD * box_size, box_size // 2
+    columns = n + 1
+    rows = int(max(1, min(16, _BLOCK_BYTES // (8 * padded * columns))))
+    shape = (rows, padded, columns)
+    half = np.empty((n, padded, columns), np.complex64)
+    volume = np.empty((n, n, n), np.float32)
+    scale = np.float32(1.0 / float(padded) ** 3)
+
+    def along_z(first: int) -> None:
+        last = min(first + rows, padded)
+        with _plan("c2c_inverse", shape, (1,), "single") as plan:
+            block = plan.input_array
+            fill(first, block)
+            plan.execute()
+            turned = block[: last - first].transpose(1, 0, 2)
+            half[:before, first:last], half[before:, first:last] = turned[padded - before :], turned[: n - before]
+
+    def along_y_and_x(first: int) -> None:
+        last = min(first + rows, n)
+        with _plan("c2c_inverse", shape, (1,), "single") as plan, _plan("c2r", (rows, n, padded), (2,), "single") as final:
+            block, cut = plan.input_array, final.input_array
+            block[: last - first] = half[first:last]
+            plan.execute()
+            cut[:, :before], cut[:, before:] = block[:, padded - before :], block[:, : n - before]
+            final.execute()
+            real = final.output_array[: last - first]
+            np.multiply(real[..., padded - before :], scale, out=volume[first:last, :, :before])
+            np.multiply(real[..., : n - before], scale, out=volume[first:last, :, before:])
+
+    in_parallel(along_z, range(0, padded, rows))
+    in_parallel(along_y_and_x, range(0, n, rows))
+    return volume

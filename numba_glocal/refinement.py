@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,9 @@ from .averaging import merge, move_frame, reconstruct, relative_motion
 from .backends.protocols import WeightedSum
 from .errors import GlocalError, InputError, SettingsError, plural
 from .execution.executors import gather_in_order
+from .execution.pinning import usable_cores
 from .execution.tasks import AlignTask, ReferenceFile, SumResult, SumTask, run_task, write_reference
+from .fourier import use_threads
 from .geometry import angle_between_deg
 from .io import read_volume, write_volume
 from .job import Job, largest_chunk, make_chunks
@@ -39,8 +41,9 @@ HALVES = (1, 2)
 _SCALE_PARTICLES = 64
 _FRAME_BAND = 12.0
 _REFITS = 2
-_SUM_CHUNK = 512  # a partial sum is as large as a padded map: few, large chunks
-_SUM_PARTS = 4
+# A partial sum is as large as a padded map: few, large chunks. A GPU adds so fast that handing over the sum is what costs.
+_SUM_PARTS, _SUM_CHUNK = 4, 512
+_GPU_SUM_PARTS, _GPU_SUM_CHUNK, _GPU_SUM_BYTES = 1, (64, 1024), 4 << 30
 _SMALL_MOTION_VOXELS = 0.02
 _MASK_SPREAD = 1.25
 """Runs on noise agree up to this many box / diameter shells beyond the start map's (measured: 1.07): the mask carries them there."""
@@ -96,6 +99,11 @@ class Refinement:
     def __init__(self, job: Job, executor: Executor, folder: RunFolder, stage: Stage, chunk_limit: int | None = None) -> None:
         self.job, self.executor, self.folder, self.stage = job, executor, folder, stage
         self._largest_chunk = chunk_limit or largest_chunk(job.grid.binned_box_size)
+        self._sum_parts, self._sum_chunk = (
+            (_SUM_PARTS, _SUM_CHUNK) if chunk_limit is None else (_GPU_SUM_PARTS, gpu_sum_chunk(job.grid.binned_box_size))
+        )
+        self._written: dict[Path, ReferenceFile] = {}
+        use_threads(usable_cores())  # maps are worked on while the workers wait
         self._anchors = job.particles.poses.shifts_angst.copy()
         self._bad: dict[int, str] = {}
 
@@ -169,7 +177,7 @@ class Refinement:
         tasks = [
             SumTask(chunk, self.job.reader, noise[half])
             for half in HALVES
-            for chunk in make_chunks(particles, self._anchors, half, _SUM_PARTS, _SUM_CHUNK)
+            for chunk in make_chunks(particles, self._anchors, half, self._sum_parts, self._sum_chunk)
         ]
         totals: dict[int, WeightedSum] = {}
         for task, result in self._results(title, tasks):
@@ -231,8 +239,9 @@ class Refinement:
             sums = self._sums("start averages", state.poses, self._flat_noise())
             half_maps = self._half_maps(sums)
             fsc = self._fsc(half_maps)
-            self._write_references(folder, sums, fsc)
-            self.folder.write_maps(folder, half_maps, fsc, settings.fsc_criterion)
+            with FileWriter() as writer:
+                writer.write(self.folder.write_maps, folder, half_maps, fsc, settings.fsc_criterion)
+                self._write_references(folder, sums, fsc, writer)
             state = replace_state(state, k_max=self._next_band(state.k_max, fsc, ceiling=k_max))
         return state
 
@@ -323,24 +332,29 @@ class Refinement:
         return reconstruct(sums[1], n), reconstruct(sums[2], n)
 
     def _average(self, sums: dict[int, WeightedSum]) -> NDArray[np.float32]:
-        """The map of all particles: one division of both halves' sums, which is less noisy than the mean of two divisions."""
-        both = WeightedSum(
-            sums[1].numerator + sums[2].numerator, sums[1].denominator + sums[2].denominator, sums[1].n_particles + sums[2].n_particles
-        )
-        return reconstruct(both, self.job.grid.binned_box_size)
+        """The map of all particles: one division of both halves' sums, which is less noisy than the mean of two divisions.
+
+        The sums are used up: those of half 1 become those of both.
+        """
+        return reconstruct(merge([sums.pop(1), sums.pop(2)]), self.job.grid.binned_box_size)
 
     def _fsc(self, half_maps: tuple[NDArray[np.float32], NDArray[np.float32]]) -> FSCCurve:
         return half_map_fsc(*half_maps, self.job.grid.binned_pixel_size_angst, self.job.mask, self.job.mask_name)
 
-    def _write_references(self, folder: Path, sums: dict[int, WeightedSum], fsc: FSCCurve) -> None:
+    def _write_references(self, folder: Path, sums: dict[int, WeightedSum], fsc: FSCCurve, writer: FileWriter) -> None:
         """References of the next iteration: posterior means with the signal-to-noise ratio of the corrected FSC, each from its own half."""
         crossing = self._crossing(fsc)
         value = np.clip(fsc.corrected, 1e-3, 0.999)
         value[crossing.shell + 1 if crossing.crossed else len(value) :] = 1e-3
         value[0] = value[1]
         ratio = value / (1.0 - value)
+
+        def write(path: Path, data: NDArray[np.float32]) -> None:
+            self._written[path] = write_reference(path, data)
+
+        self._written.clear()
         for half in HALVES:
-            write_reference(folder / f"reference{half}.npy", self._masked(reconstruct(sums[half], self.job.grid.binned_box_size, ratio)))
+            writer.write(write, folder / f"reference{half}.npy", self._masked(reconstruct(sums[half], self.job.grid.binned_box_size, ratio)))
 
     def _crossing(self, fsc: FSCCurve) -> Crossing:
         return find_crossing(fsc.corrected, fsc.box_size, fsc.pixel_size_angst, self.job.settings.fsc_criterion)
@@ -355,6 +369,8 @@ class Refinement:
 
         folder = self.folder.iteration_folder(iteration)
         files = {half: folder / f"reference{half}.npy" for half in HALVES}
+        if all(path in self._written for path in files.values()):
+            return {half: self._written[path] for half, path in files.items()}
         try:
             return {half: ReferenceFile(path, array_digest(np.load(path))) for half, path in files.items()}
         except (OSError, ValueError, EOFError):
@@ -464,9 +480,13 @@ class Refinement:
         shift_change = np.linalg.norm(before.shifts_angst - poses.shifts_angst, axis=1)[good]
         folder = self.folder.iteration_folder(number)
         folder.mkdir(parents=True, exist_ok=True)
-        self._write_references(folder, sums, fsc)
-        self.folder.write_maps(folder, half_maps, fsc, settings.fsc_criterion)
-        write_volume(folder / "average.mrc", Volume(self._average(sums), fsc.pixel_size_angst))  # of each: any may become the last
+        half_counts = sums[1].n_particles, sums[2].n_particles
+        with FileWriter() as writer:  # all are there before the state is written
+            writer.write(self.folder.write_particles, folder, self.job.particles, replace_state(aligned.state, poses=poses, bad=dict(self._bad)))
+            writer.write(self.folder.write_maps, folder, half_maps, fsc, settings.fsc_criterion)
+            self._write_references(folder, sums, fsc, writer)
+            average = Volume(self._average(sums), fsc.pixel_size_angst)
+            writer.write(write_volume, folder / "average.mrc", average)  # of each iteration: any may become the last
         record = {
             "number": number,
             "resolution_angst": finite_or_none(crossing.resolution_angst),
@@ -487,7 +507,6 @@ class Refinement:
         )
         if settings.adaptive:
             self._adapt(next_state, angle_change, shift_change)
-        self.folder.write_particles(folder, self.job.particles, next_state)
         self.folder.write_state(next_state)
         self.folder.event(
             "iteration",
@@ -508,7 +527,7 @@ class Refinement:
             "/".join(f"{noise[h].gamma:g}" for h in HALVES),
             record["seconds"],
         )
-        return next_state, RunResult(fsc, crossing, dict(self._bad), (sums[1].n_particles, sums[2].n_particles))
+        return next_state, RunResult(fsc, crossing, dict(self._bad), half_counts)
 
     def _adapt(self, state: RunState, angle_change_deg: NDArray[np.float64], shift_change_angst: NDArray[np.float64]) -> None:
         """Smaller steps and ranges as the poses settle, by what they still moved; never finer than the band can tell."""
@@ -563,6 +582,30 @@ class _Aligned:
             state.shift_sigma_angst[rows] = np.where(unusable, np.nan, np.sqrt(variance[:, 3:].mean(1)))
 
 
+class FileWriter:
+    """Writes files beside what computes the next ones; when its block ends well all are there, or the first error is raised."""
+
+    def __enter__(self) -> FileWriter:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="files")
+        self._files: list[Future[Any]] = []
+        return self
+
+    def write(self, function: Callable[..., Any], *args: Any) -> None:
+        """Calls ``function(*args)`` after those given before; what it is given must not change any more."""
+        self._files.append(self._thread.submit(function, *args))
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._thread.shutdown(wait=True)
+        if kind is None:
+            for file in self._files:
+                file.result()
+
+
+def gpu_sum_chunk(box_size: int) -> int:
+    """Particles of a GPU's sum task: their spectra fit into 4 GiB, whatever the list's length and the device."""
+    return int(np.clip(_GPU_SUM_BYTES // (4 * box_size**3), *_GPU_SUM_CHUNK))
+
+
 def replace_state(state: RunState, **changes: Any) -> RunState:
     """A copy with some fields changed."""
     return replace(state, **changes)
@@ -588,7 +631,8 @@ def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage, c
         fsc = loop._fsc(loop._half_maps(sums))
         iteration = folder.iteration_folder(0)
         iteration.mkdir(parents=True, exist_ok=True)
-        loop._write_references(iteration, sums, fsc)
+        with FileWriter() as writer:
+            loop._write_references(iteration, sums, fsc, writer)
         noise = _average_noise(loop, fsc)
         sums = loop._sums("averages", job.particles.poses, noise)
     half_maps = loop._half_maps(sums)
@@ -596,8 +640,9 @@ def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage, c
     nothing = np.full(count, np.nan)
     state = RunState(0, job.particles.poses, 0.0, 0.0, 0.0, nothing, nothing, nothing, nothing, dict(loop._bad), [])
     folder.write_maps(folder.path, half_maps, fsc, settings.fsc_criterion)
+    half_counts = sums[1].n_particles, sums[2].n_particles
     folder.write_final(job.particles, state, half_maps, loop._average(sums), fsc, job.mask, settings.fsc_criterion)
-    return RunResult(fsc, loop._crossing(fsc), dict(loop._bad), (sums[1].n_particles, sums[2].n_particles))
+    return RunResult(fsc, loop._crossing(fsc), dict(loop._bad), half_counts)
 
 
 def _average_noise(loop: Refinement, fsc: FSCCurve) -> dict[int, NoiseModel]:

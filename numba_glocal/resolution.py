@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .errors import VolumeError
-from .fourier import grid_multiplicity, grid_shells, irfftn, rfftn
+from .fourier import grid_multiplicity, grid_shells, in_parallel, irfftn, rfftn
 from .values import FSCCurve
 
 RANDOMISE_BELOW = 0.8
@@ -106,20 +106,25 @@ def half_map_fsc(
     """
     _same_cube(half1, half2)
     box_size = half1.shape[0]
-    spectra = [_rfftn(half1), _rfftn(half2)]
+    spectra = in_parallel(_rfftn, (half1, half2))
     unmasked = _correlate(spectra[0], spectra[1], box_size)
     if mask is None:
         return FSCCurve(box_size, pixel_size_angst, unmasked, unmasked, unmasked, unmasked)
     _same_cube(half1, mask)
     mask = np.asarray(mask, dtype=np.float32)
-    masked = _correlate(_rfftn(half1 * mask), _rfftn(half2 * mask), box_size)
+    under_mask = in_parallel(lambda half: _rfftn(half * mask), (half1, half2))
+    masked = _correlate(under_mask[0], under_mask[1], box_size)
 
     below = np.flatnonzero(unmasked < RANDOMISE_BELOW)
     if below.size == 0:
         return FSCCurve(box_size, pixel_size_angst, unmasked, masked, masked, masked, mask_name, unmasked.size)
     first = int(below[0])
-    scrambled = [_randomise_phases(spectrum, box_size, first, (seed, half)) for half, spectrum in enumerate(spectra)]
-    randomised = _correlate(_rfftn(scrambled[0] * mask), _rfftn(scrambled[1] * mask), box_size)
+
+    def scramble(half: int) -> NDArray[Any]:
+        return _rfftn(_randomise_phases(spectra[half], box_size, first, (seed, half)) * mask)
+
+    scrambled = in_parallel(scramble, (0, 1))
+    randomised = _correlate(scrambled[0], scrambled[1], box_size)
     corrected = masked.copy()
     tail = slice(first + 2, None)
     above = masked[tail] > randomised[tail]
@@ -165,10 +170,13 @@ def shell_resolution_angst(shell: int, box_size: int, pixel_size_angst: float) -
 
 
 @lru_cache(maxsize=4)
-def _shells(box_size: int) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """Shell of every half-spectrum sample (beyond Nyquist: n // 2 + 1) and how often it stands in the whole spectrum, both flat."""
-    shell = np.minimum(grid_shells(box_size), box_size // 2 + 1).astype(np.intp).ravel()
-    return shell, grid_multiplicity(box_size).ravel()
+def _sorted_shells(box_size: int) -> tuple[NDArray[np.int64], NDArray[np.intp], NDArray[np.float64]]:
+    """Half-spectrum samples up to Nyquist, shell by shell: their places, where each shell begins, how often each stands in the whole spectrum."""
+    shell = grid_shells(box_size).ravel()
+    order = np.argsort(shell, kind="stable")
+    begins = np.searchsorted(shell[order], np.arange(box_size // 2 + 2))
+    order = order[: begins[-1]]
+    return order, begins[:-1], grid_multiplicity(box_size).ravel()[order]
 
 
 def _rfftn(volume: NDArray[Any]) -> NDArray[Any]:
@@ -176,26 +184,32 @@ def _rfftn(volume: NDArray[Any]) -> NDArray[Any]:
 
 
 def _correlate(a: NDArray[Any], b: NDArray[Any], box_size: int) -> NDArray[np.float64]:
-    shell, times = _shells(box_size)
-    count = box_size // 2 + 1
+    order, begins, times = _sorted_shells(box_size)
+    a, b = a.ravel()[order], b.ravel()[order]
 
     def per_shell(value: NDArray[Any]) -> NDArray[np.float64]:
-        return np.asarray(np.bincount(shell, weights=value.ravel() * times, minlength=count + 1)[:count], dtype=np.float64)
+        return np.add.reduceat(value * times, begins)
 
     cross = per_shell(a.real * b.real + a.imag * b.imag)
     power = per_shell(a.real**2 + a.imag**2) * per_shell(b.real**2 + b.imag**2)
     # power that is only float32 rounding of a filtered map is no power
-    curve = np.divide(cross, np.sqrt(power), out=np.zeros(count), where=power > 1e-26 * power.max(initial=0.0))
+    curve = np.divide(cross, np.sqrt(power), out=np.zeros(len(begins)), where=power > 1e-26 * power.max(initial=0.0))
     curve[0] = 1.0
     return curve
 
 
-def _randomise_phases(spectrum: NDArray[Any], box_size: int, from_shell: int, seed: tuple[int, int]) -> NDArray[Any]:
-    """The map with random phases at and beyond a shell; the phases of white noise are Hermitian and uniform."""
+@lru_cache(maxsize=2)
+def _random_phases(box_size: int, seed: tuple[int, int]) -> NDArray[np.complex64]:
+    """Of white noise: Hermitian and uniform. A run asks for the same two at every iteration."""
     noise = _rfftn(np.random.default_rng(seed).standard_normal((box_size,) * 3, dtype=np.float32))
-    beyond = _shells(box_size)[0].reshape(spectrum.shape) >= from_shell
-    scrambled = np.where(beyond, np.abs(spectrum) * noise / np.maximum(np.abs(noise), np.finfo(np.float32).tiny), spectrum)
-    return irfftn(scrambled.astype(np.complex64), box_size)
+    return (noise / np.maximum(np.abs(noise), np.finfo(np.float32).tiny)).astype(np.complex64)
+
+
+def _randomise_phases(spectrum: NDArray[Any], box_size: int, from_shell: int, seed: tuple[int, int]) -> NDArray[Any]:
+    """The map with random phases at and beyond a shell."""
+    scrambled = np.abs(spectrum) * _random_phases(box_size, seed)
+    np.copyto(scrambled, spectrum, where=grid_shells(box_size) < from_shell)
+    return irfftn(scrambled, box_size)
 
 
 def _same_cube(a: NDArray[Any], b: NDArray[Any]) -> None:

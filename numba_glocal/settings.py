@@ -13,6 +13,7 @@ from .errors import SettingsError
 from .values import SCORES
 
 SPLITS = ("file", "particle", "tomogram")
+GPU_PRECISIONS = ("half", "single")
 MOST_ANGLE_SHELLS = 20
 """33 thousand rotations in the first search; more is a mistake, not a local search."""
 
@@ -72,6 +73,8 @@ class AlignSettings:
         Budget of prepared particles of each CPU worker.
     gpu_memory_gib : float or None
         Device memory of each GPU that may be used; None: what is free.
+    gpu_precision : str or None
+        Of searches on GPUs: "half" (None) lets them use the tensor cores, "single" does not.
     """
 
     particles: str
@@ -107,6 +110,7 @@ class AlignSettings:
     cpu_procs: int | None = None
     cache_gib: float = 2.0
     gpu_memory_gib: float | None = None
+    gpu_precision: str | None = None
 
     def __post_init__(self) -> None:
         """Refuses values that mean nothing, by their option's name."""
@@ -162,6 +166,8 @@ class AlignSettings:
             raise SettingsError(f"--subset: expected 2 or more particles of each half, found {self.subset}")
         if self.max_bad is not None and self.max_bad < 0:
             raise SettingsError(f"--max-bad: expected 0 or more, found {self.max_bad}")
+        if self.gpu_precision is not None:
+            _one_of("--gpu-precision", self.gpu_precision, GPU_PRECISIONS)
 
 
 @dataclass(frozen=True, slots=True)

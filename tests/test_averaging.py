@@ -9,8 +9,10 @@ from scipy.spatial.transform import Rotation
 from numba_glocal.averaging import merge, move_frame, reconstruct, relative_motion
 from numba_glocal.backends.cpu import CPUBackend
 from numba_glocal.backends.protocols import Grid, ParticleBatch, ParticleMask, SumSetup, WeightedSum
+from numba_glocal.fourier import use_threads
 from numba_glocal.masks import spherical_mask
 from numba_glocal.noise import NoiseModel
+from numba_glocal.resolution import half_map_fsc
 from numba_glocal.values import Poses
 
 PIXEL = 4.0
@@ -132,3 +134,19 @@ def test_moved_poses_describe_the_same_particles():
         assert np.abs(seen - described).max() < 1e-10
     half = move_frame(move_frame(poses, rotvec, d, 0.0), rotvec, d, 0.5)
     assert np.abs(half.shifts_angst - 0.5 * (poses.shifts_angst + moved.shifts_angst)).max() < 1e-10
+
+
+@pytest.mark.parametrize("n", [24, 25])
+def test_no_bit_of_a_map_depends_on_the_threads(n):
+    sums = [summed(n, Rotation.random(4, random_state=i).as_matrix(), np.zeros((4, 3))) for i in range(3)]
+    mask, found = spherical_mask(n, 9, 2), []
+    try:
+        for threads in (1, 2, 5):
+            use_threads(threads)
+            total = merge([WeightedSum(part.numerator.copy(), part.denominator.copy(), 4) for part in sums])
+            half1, half2 = reconstruct(total, n), reconstruct(sums[0], n, np.linspace(3, 0.1, n // 2 + 1))
+            fsc = half_map_fsc(half1, half2, PIXEL, mask)
+            found.append((total.numerator, total.denominator, half1, half2, *relative_motion(half1, half2, mask, 6.0), fsc.corrected))
+    finally:
+        use_threads(1)
+    assert all(np.array_equal(a, b) for others in found[1:] for a, b in zip(found[0], others, strict=True))

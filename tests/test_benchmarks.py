@@ -92,6 +92,42 @@ def test_memory(tiny_set: Path, tmp_path: Path) -> None:
     assert 50 < row["worker_peak_mib"] < 2000 and 50 < row["parent_peak_mib"] < 2000
 
 
+@pytest.mark.slow
+def test_end_to_end(tmp_path: Path) -> None:
+    """A cold run and a warm one; the stages and the parent's own part make up an iteration."""
+    load("end_to_end").main(["--quick", "--cpu", "-o", str(tmp_path)])
+    results = json.loads((tmp_path / "end_to_end.json").read_text())
+    assert results["environment"]["gpus"] is not None and results["environment"]["versions"]["numba"]
+    runs = [row for row in results["rows"] if row["benchmark"] == "run"]
+    assert [row["jit_cache"] for row in runs] == ["cold", "warm"] and runs[0]["workers_ready_s"] > runs[1]["workers_ready_s"] > 0
+    for row in (row for row in results["rows"] if row["benchmark"] == "iteration"):
+        stages = [row[name] for name in ("noise_s", "align_s", "refine_s", "average_s", "rest_s")]
+        assert all(seconds > 0 for seconds in stages) and sum(stages) == pytest.approx(row["seconds"], abs=0.01)
+
+
+@pytest.mark.slow
+def test_procs_per_gpu(tmp_path: Path) -> None:
+    load("procs_per_gpu").main(["--quick", "--cpu", "--workers", "1", "2", "-o", str(tmp_path)])
+    one, two = json.loads((tmp_path / "procs_per_gpu.json").read_text())["rows"]
+    assert (one["workers"], two["workers"]) == (1, 2) and one["maps"] == two["maps"] and len(one["iteration_s"]) == 1
+
+
+def test_throughput_loop_and_shares(tmp_path: Path) -> None:
+    """The loop finds what it was given; a share is work over time over rate."""
+    throughput = load("throughput")
+    throughput.main(["--cpu", "-o", str(tmp_path)])
+    (row,) = json.loads((tmp_path / "throughput.json").read_text())["rows"]
+    assert row["affine_transform_finds_it"] and row["affine_transform_us_per_particle_and_rotation"] > 0
+    rotations = throughput.local_list(343)
+    assert len({tuple(np.round(rotation, 6).ravel()) for rotation in rotations}) == 343
+    measured = {"rotations": 10, "shifts": 7, "k_max": 5, "per_particle_us": {"turn": 2.0}, "search_us": {"line": 9.0, "tensor": 3.0}}
+    pairs = throughput.lines.line_band(5.0).n_pairs
+    found = throughput.shares(measured | {"search_fp32_tinstructions_s": 6.0}, {"copy_tb_s": 2.0, "fp32_tflop_s": 60.0, "gemm_tflop_s": 500.0})
+    assert found["share_of_fp32"] == pytest.approx(0.2)
+    assert found["share_of_gemm"] == pytest.approx(10 * 7 * 2 * 4 * pairs / 3e-6 / 500e12)
+    assert found["share_of_copy"] == pytest.approx((2 * 27 * 27 * 14 * 4 * np.pi / 6 + 24 * pairs) / 2e-6 / 2e12)
+
+
 def test_tree_watch_sees_children() -> None:
     """Memory and CPU time of a grandchild count."""
     common = load("common")

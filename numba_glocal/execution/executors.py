@@ -134,7 +134,7 @@ def gather_in_order(
                 except StopIteration:
                     exhausted = True
                     break
-                waiting[n_submitted] = (task, executor.submit(fn, task))
+                waiting[n_submitted] = (task, _submit(executor, fn, task))
                 n_submitted += 1
             if not waiting:
                 return
@@ -155,6 +155,13 @@ def gather_in_order(
     finally:
         for _, future in waiting.values():
             future.cancel()
+
+
+def _submit(executor: Executor, fn: Callable[[Task], Result], task: Task) -> Future[Result]:
+    """Tasks that say which particles they are about go to a worker that has had them, where the executor knows."""
+    keys = getattr(task, "affinity", None)
+    near: Callable[..., Future[Result]] | None = getattr(executor, "submit_near", None)
+    return executor.submit(fn, task) if keys is None or near is None else near(keys, fn, task)
 
 
 def _n_workers(executor: Executor) -> int:

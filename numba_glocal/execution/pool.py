@@ -1,7 +1,8 @@
 """A pool of worker processes, each bound to one GPU (or none) for life, behind `concurrent.futures.Executor`.
 
 Every slot of the pool has a thread in this process and a worker process of its own. The thread takes a task from the common queue, hands it over
-and waits for the answer; nothing is handed out ahead, so a slow worker never hoards. When the process dies, its thread sees it at once, puts the
+and waits for the answer; nothing is handed out ahead, so a slow worker never hoards. Of the waiting tasks it takes one with particles that its
+process has had before, if there is one. When the process dies, its thread sees it at once, puts the
 task back at the head of the queue and starts another process in the same slot, with the same GPU.
 
 Why not `ProcessPoolExecutor`: it gives up as a whole when one worker dies, and it knows no slots. Why not `multiprocessing.Process`: its children
@@ -21,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,7 @@ class _Item:
     number: int
     payload: bytes
     future: Future[Any]
+    keys: frozenset[Hashable] = frozenset()
     deaths: int = 0
 
 
@@ -154,6 +156,7 @@ class PinnedPool(Executor):
         self._state = threading.Condition()
         # Guarded by `_state`:
         self._queue: deque[_Item] = deque()
+        self._had: list[set[Hashable]] = [set() for _ in range(n_workers)]  # keys of the tasks that the process of each slot was given
         self._n_submitted = 0
         self._closing = False
         self._aborting = False
@@ -175,13 +178,22 @@ class PinnedPool(Executor):
         WorkerError
             The workers could not start.
         """
-        payload = pickle.dumps((fn, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+        return self._queue_up(pickle.dumps((fn, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL), frozenset())
+
+    def submit_near(self, keys: Iterable[Hashable], fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As `submit`; a worker that is free prefers tasks with keys (names of particles) it has had before, because it may still hold them.
+
+        A preference only: no worker waits while any task does, and no result depends on it.
+        """
+        return self._queue_up(pickle.dumps((fn, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL), frozenset(keys))
+
+    def _queue_up(self, payload: bytes, keys: frozenset[Hashable]) -> Future[Any]:
         with self._state:
             if self._broken is not None:
                 raise _copy(self._broken)
             if self._closing:
                 raise RuntimeError("cannot schedule new futures after shutdown")
-            item = _Item(self._n_submitted, payload, Future())
+            item = _Item(self._n_submitted, payload, Future(), keys)
             self._n_submitted += 1
             self._queue.append(item)
             self._state.notify()
@@ -241,7 +253,7 @@ class PinnedPool(Executor):
                     self._await_ready(process, index, generation)
                     while True:
                         item = None
-                        item = self._next_item(process)
+                        item = self._next_item(process, index)
                         if item is None:
                             return
                         self._run_item(process, index, item)
@@ -281,6 +293,7 @@ class PinnedPool(Executor):
         except OSError as error:
             raise WorkerError(f"worker {index} cannot be started: {error}") from error
         with self._state:
+            self._had[index] = set()
             self._processes[index] = process
             if self._aborting:
                 process.kill()
@@ -313,14 +326,14 @@ class PinnedPool(Executor):
         words = process.last_words()
         raise WorkerError(f"worker {index} was not ready after {timeout_s:g} s{_last_line(words)}", words)
 
-    def _next_item(self, process: WorkerProcess) -> _Item | None:
+    def _next_item(self, process: WorkerProcess, index: int) -> _Item | None:
         """The next task for an idle worker; None when there will be none."""
         while True:
             with self._state:
                 while self._queue:
                     if not process.is_alive():
                         raise WorkerDied
-                    item = self._queue.popleft()
+                    item = self._take_nearest(index)
                     # An item that has been given out before is running already.
                     if item.deaths or item.future.set_running_or_notify_cancel():
                         return item
@@ -329,6 +342,21 @@ class PinnedPool(Executor):
                 self._state.wait(_IDLE_CHECK_S)
             if not process.is_alive():
                 raise WorkerDied
+
+    def _take_nearest(self, index: int) -> _Item:
+        """Out of the queue: a task to be done again; else the one of which this worker had most; else one that nobody had; else the first."""
+        queue, mine = self._queue, self._had[index]
+        place = 0
+        if not queue[0].deaths:
+            shared = [len(item.keys & mine) for item in queue]
+            if any(shared):
+                place = shared.index(max(shared))
+            else:
+                place = next((i for i, item in enumerate(queue) if all(item.keys.isdisjoint(had) for had in self._had)), 0)
+        item = queue[place]
+        del queue[place]
+        mine |= item.keys
+        return item
 
     def _run_item(self, process: WorkerProcess, index: int, item: _Item) -> None:
         process.send(item.payload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import signal
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import wait as wait_for_any
 from typing import Any
@@ -19,10 +21,22 @@ from . import worker as worker_module
 _TAIL_BYTES = 8192
 _POLL_S = 0.5
 _FAREWELL_S = 5.0
+_OUTBOX_BYTES_KEPT = 64 << 20
 
 
 class WorkerDied(Exception):
     """The process at the other end of the pipe is gone."""
+
+
+def _nameless_file() -> int:
+    """Descriptor of a file in memory, or on disk where the system has none."""
+    if hasattr(os, "memfd_create"):
+        try:
+            return os.memfd_create("numba-glocal")
+        except OSError:
+            pass
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 class WorkerProcess:
@@ -35,24 +49,27 @@ class WorkerProcess:
 
     Notes
     -----
-    Three things join the process to this one: a pipe for tasks and answers; a life line, whose end tells the worker that this process is gone,
-    even by ``kill -9``; and a file that collects what it writes to stderr, so that its last words can be quoted.
+    Four things join the process to this one: a pipe for tasks and answers; an outbox, a file in memory for the large arrays of an answer; a life
+    line, whose end tells the worker that this process is gone, even by ``kill -9``; and a file that collects what it writes to stderr, so that
+    its last words can be quoted. Neither file has a name: both are gone with the processes, however these end.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         ours, theirs = Pipe(duplex=True)
         life_read, life_write = os.pipe()
         stderr = tempfile.TemporaryFile(buffering=0)
+        outbox = _nameless_file()
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         # -P: the folder of the script must not become a place to import from.
-        command = [sys.executable, *flags, "-P", worker_module.__file__, str(theirs.fileno()), str(life_read)]
+        command = [sys.executable, *flags, "-P", worker_module.__file__, str(theirs.fileno()), str(life_read), str(outbox)]
         try:
             self.popen = subprocess.Popen(
-                command, env=dict(environment), stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=(theirs.fileno(), life_read)
+                command, env=dict(environment), stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=(theirs.fileno(), life_read, outbox)
             )
         except BaseException:
             ours.close()
             os.close(life_write)
+            os.close(outbox)
             stderr.close()
             raise
         finally:
@@ -63,6 +80,7 @@ class WorkerProcess:
         self.ready = False
         self._started_at = time.monotonic()
         self._life_write = life_write
+        self._outbox = outbox
         self._stderr = stderr
         self._stderr_told = 0
         self._sentinel = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
@@ -97,11 +115,33 @@ class WorkerProcess:
                 except (EOFError, OSError) as error:
                     raise WorkerDied from error
                 message: tuple[Any, ...] = pickle.loads(data)
-                return message
+                return self._with_arrays(*message[1:]) if message[0] == "outbox" else message
             if happened or not self.is_alive():
                 raise WorkerDied
             if deadline is not None and time.monotonic() >= deadline:
                 return None
+
+    def _with_arrays(self, payload: bytes, sizes: list[int]) -> tuple[Any, ...]:
+        """An answer whose large arrays lie in the outbox, which is emptied when it has become large."""
+        buffers, position = [], 0
+        for size in sizes:
+            pages = mmap.mmap(-1, size)  # writable, returned to the system with the array
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with suppress(OSError):
+                    pages.madvise(mmap.MADV_HUGEPAGE)
+            buffer = memoryview(pages)
+            done = 0
+            while done < size:
+                count = os.preadv(self._outbox, [buffer[done : done + (1 << 30)]], position + done)
+                if not count:
+                    raise WorkerDied
+                done += count
+            buffers.append(buffer)
+            position += size
+        if position > _OUTBOX_BYTES_KEPT:
+            os.ftruncate(self._outbox, 0)
+        message: tuple[Any, ...] = pickle.loads(payload, buffers=buffers)
+        return message
 
     def cause_of_death(self) -> str:
         """How the process ended, as the rest of a sentence; waits for the end."""
@@ -152,6 +192,7 @@ class WorkerProcess:
         self.popen.wait()
         self.connection.close()
         os.close(self._life_write)
+        os.close(self._outbox)
         if self._sentinel is not None:
             os.close(self._sentinel)
         self._stderr.close()

@@ -84,6 +84,11 @@ class AlignTask:
     radius_voxels: float
     refine: bool
 
+    @property
+    def affinity(self) -> tuple[str, ...]:
+        """What a worker may hold already."""
+        return self.chunk.names
+
 
 @dataclass(frozen=True, slots=True)
 class SumTask:
@@ -92,6 +97,11 @@ class SumTask:
     chunk: Chunk
     reader: ParticleReader
     noise: NoiseModel
+
+    @property
+    def affinity(self) -> tuple[str, ...]:
+        """What a worker may hold already."""
+        return self.chunk.names
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +163,12 @@ _state: WorkerState | None = None
 
 
 def start_worker(
-    info: WorkerInfo | None = None, backend: str = "cpu", cache_bytes: int = 2 << 30, gpu_memory_bytes: int | None = None, share: int = 1
+    info: WorkerInfo | None = None,
+    backend: str = "cpu",
+    cache_bytes: int = 2 << 30,
+    gpu_memory_bytes: int | None = None,
+    share: int = 1,
+    precision: str = "half",
 ) -> str:
     """Pool initialiser: makes this process's backend.
 
@@ -169,6 +184,8 @@ def start_worker(
         Device memory this worker may use (cuda).
     share : int
         Workers on the same GPU (cuda).
+    precision : str
+        Of searches, "half" or "single" (cuda).
 
     Returns
     -------
@@ -179,7 +196,7 @@ def start_worker(
     if backend == "cuda":
         from ..backends.cuda.backend import CUDABackend
 
-        on_gpu = CUDABackend(gpu_memory_bytes, share)
+        on_gpu = CUDABackend(gpu_memory_bytes, share, precision)
         _state = WorkerState(on_gpu)
         return on_gpu.device
     from ..backends.cpu import CPUBackend

@@ -26,6 +26,7 @@ from typing import Any
 
 STOP = b""
 _TOKENS_KEPT = 16
+_LARGE_BYTES = 1 << 20
 
 
 class _TaskUnpickler(pickle.Unpickler):
@@ -114,6 +115,33 @@ def _send(connection: Connection, message: tuple[Any, ...]) -> None:
     connection.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
 
+def _answer(value: Any, seconds: float, outbox: int) -> bytes:
+    """A task's result as the message to send; its large arrays go into the outbox, a file that the pool reads, and not through the pipe."""
+    large: list[memoryview] = []
+
+    def stays_inside(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes < _LARGE_BYTES:
+            return True
+        large.append(view)
+        return False
+
+    payload = pickle.dumps(("value", value, seconds), protocol=5, buffer_callback=stays_inside)
+    if not large:
+        return payload
+    try:
+        position = 0
+        for view in large:
+            done = 0
+            while done < view.nbytes:
+                done += os.pwrite(outbox, view[done : done + (1 << 30)], position + done)
+            position += view.nbytes
+    except OSError:  # no space: the pipe is slower, never wrong
+        os.ftruncate(outbox, 0)
+        return pickle.dumps(("value", value, seconds), protocol=pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps(("outbox", payload, [view.nbytes for view in large]), protocol=pickle.HIGHEST_PROTOCOL)
+
+
 def _start(connection: Connection, setup: dict[str, Any]) -> bool:
     """Run initializer and warm-up, reporting each; False when one failed."""
     try:
@@ -131,13 +159,14 @@ def _start(connection: Connection, setup: dict[str, Any]) -> bool:
     return True
 
 
-def main(connection_fd: int, life_line_fd: int) -> int:
+def main(connection_fd: int, life_line_fd: int, outbox_fd: int) -> int:
     """Serve the pool at the other end of `connection_fd`."""
     # Ctrl-C reaches every process of a terminal; the pool alone decides what follows from it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     os.set_inheritable(connection_fd, False)
     os.set_inheritable(life_line_fd, False)
+    os.set_inheritable(outbox_fd, False)
     threading.Thread(target=_watch_parent, args=(life_line_fd,), daemon=True).start()
     connection = Connection(connection_fd)
     setup = pickle.loads(connection.recv_bytes())
@@ -154,7 +183,7 @@ def main(connection_fd: int, life_line_fd: int) -> int:
             del payload
             value = function(*args, **kwargs)
             seconds = time.perf_counter() - begin
-            reply = pickle.dumps(("value", value, seconds), protocol=pickle.HIGHEST_PROTOCOL)
+            reply = _answer(value, seconds, outbox_fd)
             del function, args, kwargs, value
         except BaseException as error:
             reply = pickle.dumps(("error", *_failure(error), time.perf_counter() - begin), protocol=pickle.HIGHEST_PROTOCOL)
@@ -165,6 +194,6 @@ def main(connection_fd: int, life_line_fd: int) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+        sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
     except (EOFError, ConnectionError):  # the pool is gone
         sys.exit(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -99,3 +101,37 @@ def test_byte_cache_keeps_to_its_budget():
     nothing = ByteCache(0)
     nothing.put("x", 1, 1)
     assert nothing.get("x") is None
+
+
+@pytest.mark.parametrize("n", [12, 13, 32])
+def test_central_box_of_a_padded_spectrum(n):
+    """Against NumPy's transform of the whole spectrum."""
+    rng = np.random.default_rng(n)
+    padded = 2 * n
+    whole = np.fft.rfftn(rng.normal(size=(padded,) * 3)).astype(np.complex64)
+
+    def fill(first, block):
+        rows = whole[:, first : first + len(block)].transpose(1, 0, 2)
+        block[: len(rows)] = rows
+
+    start = n - n // 2
+    expected = np.fft.fftshift(np.fft.irfftn(whole, s=(padded,) * 3, axes=(0, 1, 2)))[(slice(start, start + n),) * 3]
+    np.testing.assert_allclose(fourier.central_irfftn(fill, n), expected, atol=1e-5)
+
+
+def test_work_in_parallel_comes_back_in_order_and_may_nest():
+    try:
+        fourier.use_threads(3)
+        assert fourier.in_parallel(lambda x: sum(fourier.in_parallel(lambda y: x * y, range(4))), range(50)) == [6 * x for x in range(50)]
+        with pytest.raises(ZeroDivisionError):
+            fourier.in_parallel(lambda x: 1 // x, [1, 0])
+    finally:
+        fourier.use_threads(1)
+
+
+def test_a_plan_is_lent_to_one_thread_at_a_time():
+    volumes = [np.random.default_rng(i).normal(size=(24,) * 3).astype(np.float32) for i in range(40)]
+    alone = [fourier.rfftn(v) for v in volumes]
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(fourier.rfftn, volumes))
+    assert all(np.array_equal(a, b) for a, b in zip(alone, together, strict=True))

@@ -99,6 +99,7 @@ ELSEWHERE = {
     "cpu_procs": "tests/e2e/test_determinism.py",
     "cache_gib": "a budget: no result may depend on it",
     "gpu_memory_gib": "a budget of GPUs",
+    "gpu_precision": "tests/execution/test_gpu_binding.py",
 }
 
 

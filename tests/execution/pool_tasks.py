@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from numba_glocal.errors import BadParticleError
@@ -126,3 +127,38 @@ def warm_up(folder):
 def interrupt_self_and_group(x):
     os.kill(os.getpid(), signal.SIGINT)
     return x
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """A task with particles."""
+
+    number: int
+    affinity: tuple[str, ...]
+    seconds: float = 0.05
+
+
+def where_and_when(task):
+    begin = time.monotonic()
+    time.sleep(task.seconds)
+    return task.number, os.environ["CUDA_VISIBLE_DEVICES"], begin
+
+
+def slow_keyed_on_gpu_0(task):
+    time.sleep(0.3 if os.environ["CUDA_VISIBLE_DEVICES"] == "0" else 0.01)
+    return task.number, os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def large_arrays(task):
+    import numpy as np
+
+    number, marker = task
+    if marker is not None and not Path(marker).exists():
+        Path(marker).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    big = np.arange(3 << 18, dtype=np.float64) * number
+    return {"number": number, "big": big, "complex": big[::2].astype(np.complex128), "small": np.full(3, number)}
+
+
+def many_bytes(count):
+    return bytes(count)

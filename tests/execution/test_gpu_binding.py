@@ -1,0 +1,168 @@
+"""From what a user writes to what each worker sees, for life; with made-up GPUs, because only the environment counts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from numba_glocal.cli import running
+from numba_glocal.devices import Gpu, GpuSurvey, resolve_gpus, workers_per_gpu
+from numba_glocal.errors import DeviceError, SettingsError
+from numba_glocal.execution import tasks
+from numba_glocal.execution.executors import gather_in_order
+from numba_glocal.execution.pool import PinnedPool
+from numba_glocal.settings import AlignSettings, AverageSettings
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # the workers take over this path
+
+import pool_tasks  # noqa: E402
+
+A, B, MIG = "GPU-aaaa1111-0000", "GPU-bbbb2222-0000", "MIG-41b36674-2d4e-5c27-9c34-0a8b5a9b2b59"
+GIB = 1 << 30
+
+
+def survey(free_gib=(100, 100), mode="default", mig=False):
+    gpus = (Gpu(i, "H200", (A, B)[i], 140 * GIB, None if free is None else int(free * GIB), mode, mig) for i, free in enumerate(free_gib))
+    return GpuSurvey(tuple(gpus), "580.1", "", True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "visible", "mig", "expected"),
+    [
+        ("1", None, False, ["1", "1", "1"]),
+        ("1,0", None, False, ["1", "0", "1"]),
+        (f"{B},{A}", None, False, [B, A, B]),
+        ("1,0", f"{A},{B}", False, [B, A, B]),
+        ("all", None, False, ["0", "1", "0"]),
+        (None, "1", False, ["1", "1", "1"]),
+        (MIG, None, True, [MIG, MIG, MIG]),
+        ("all", MIG, True, [MIG, MIG, MIG]),
+    ],
+)
+def test_worker_i_has_its_gpu_for_life(spec, visible, mig, expected, tmp_path):
+    """Every worker is killed once; its successor sees the same GPU."""
+    gpu_ids = resolve_gpus(spec, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, survey(mig=mig))
+    events = []
+    with PinnedPool(3, gpu_ids, initializer=pool_tasks.greet, initargs=(tmp_path / "log",), events=events.append) as pool:
+        pool.wait_ready()
+        for event in [event for event in events if event.kind == "ready"]:
+            os.kill(event.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while sum(event.kind == "ready" for event in events) < 6:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    # index, GPU, generation and what CUDA would see, as told by the workers themselves
+    seen = sorted((line.split()[0], line.split()[3], line.split()[1], line.split()[4]) for line in (tmp_path / "log").read_text().splitlines())
+    assert seen == sorted((str(i), generation, gpu, gpu) for i, gpu in enumerate(expected) for generation in "01")
+
+
+def test_a_slow_gpu_does_not_make_workers_pile_up_on_another():
+    """Four workers on two GPUs, one of them twenty times slower: it has its two workers at every moment, and all its tasks are its own."""
+    events = []
+    with PinnedPool(4, ["0", "1"], events=events.append) as pool:
+        pool.wait_ready()
+        seen = list(gather_in_order(pool, pool_tasks.slow_on_gpu_0, range(60)))
+    assert [x for x, _, _ in seen] == list(range(60))
+    pids = {gpu: {pid for _, pid, seen_gpu in seen if seen_gpu == gpu} for gpu in ("0", "1")}
+    assert {gpu: len(found) for gpu, found in pids.items()} == {"0": 2, "1": 2} and not pids["0"] & pids["1"]
+    assert {event.worker: event.gpu for event in events} == {0: "0", 1: "1", 2: "0", 3: "1"}
+    assert sum(event.kind == "started" for event in events) == 4
+
+
+@pytest.mark.parametrize(
+    ("visible", "spec", "text"),
+    [
+        ("", "0", r"GPU 0 was asked for, but CUDA_VISIBLE_DEVICES shows 0 \(none\)"),
+        ("-1", "0", r"GPU 0 was asked for, but CUDA_VISIBLE_DEVICES shows 0 \(none\)"),
+        ("-1", "all", "all was asked for, but there is none: CUDA_VISIBLE_DEVICES hides them"),
+        ("", A, f"{A} was asked for, but CUDA_VISIBLE_DEVICES shows none"),
+        (B, A, f"{A} was asked for, but CUDA_VISIBLE_DEVICES shows {B}"),
+        (B, "1", rf"GPU 1 was asked for, but CUDA_VISIBLE_DEVICES shows 1 \({B}\)"),
+        ("GPU-cccc", "0", "GPU GPU-cccc was asked for, but this machine has 2"),
+    ],
+)
+def test_hidden_gpus_are_one_clear_line(visible, spec, text, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("numba_glocal.devices.survey_gpus", survey)
+    with pytest.raises(DeviceError, match=text) as caught:
+        running.choose_workers(AlignSettings("p.star", "run", gpus=spec))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_hidden_gpus_are_not_used_by_default(visible, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("numba_glocal.devices.survey_gpus", survey)
+    assert running.choose_workers(AlignSettings("p.star", "run")).gpu_ids == ()
+
+
+# --- workers on each GPU --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpu_ids", "cores", "limit_gib", "found", "expected", "reason"),
+    [
+        (["0"], 16, None, survey(), 2, ""),
+        (["0", "1"], 16, None, survey(), 2, ""),
+        (["0", "1"], 7, None, survey(), 1, "7 usable cores"),
+        (["0"], 1, None, survey(), 1, "1 usable cores"),
+        (["1"], 16, None, survey((100, 7.9)), 1, "7.9 GiB of memory"),
+        (["0"], 16, None, survey((100, 7.9)), 2, ""),
+        (["0"], 16, None, survey((1, 1)), 1, "1.0 GiB of memory"),
+        (["0"], 16, 6, survey(), 1, "6.0 GiB of memory"),
+        ([B], 16, None, survey(mode="exclusive process"), 1, "exclusive process mode"),
+        ([MIG], 16, None, survey(mig=True), 1, "free memory not known"),
+        (["0"], 16, None, survey((None, 100)), 1, "free memory not known"),
+        (["0"], 16, None, GpuSurvey((), "", "nvidia-ml-py is not installed", False), 1, "free memory not known"),
+    ],
+)
+def test_auto_workers(gpu_ids, cores, limit_gib, found, expected, reason):
+    limit = None if limit_gib is None else limit_gib * GIB
+    assert workers_per_gpu(gpu_ids, cores, limit, found) == (expected, reason)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A machine with two GPUs, eight cores and numba-cuda."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("numba_glocal.devices.survey_gpus", survey)
+    monkeypatch.setattr(running, "usable_cores", lambda: 8)
+    monkeypatch.setattr(running.importlib.util, "find_spec", lambda name: object())
+
+
+def test_the_plan_says_how_many_and_why(two_gpus):
+    plan = running.choose_workers(AlignSettings("p.star", "run"))
+    assert (plan.workers, plan.gpu_ids, plan.per_gpu, plan.reason) == (4, ("0", "1"), 2, "auto")
+    plan = running.choose_workers(AlignSettings("p.star", "run", gpus="1", gpu_memory_gib=5.0))
+    assert (plan.workers, plan.gpu_ids, plan.per_gpu, plan.reason) == (1, ("1",), 1, "auto: 5.0 GiB of memory")
+    plan = running.choose_workers(AverageSettings("p.star", "run", gpus="1,0", procs_per_gpu="3"))
+    assert (plan.workers, plan.gpu_ids, plan.per_gpu, plan.reason) == (6, ("1", "0"), 3, "")
+
+
+# --- precision ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "half"), ("half", "half"), ("single", "single")])
+def test_precision_reaches_the_backend(given, expected, monkeypatch, two_gpus):
+    made = []
+    module = ModuleType("numba_glocal.backends.cuda.backend")
+    module.CUDABackend = lambda *args: made.append(args) or SimpleNamespace(device="a device")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(tasks, "_state", None)
+    job = SimpleNamespace(settings=AlignSettings("p.star", "run", gpus="0", gpu_memory_gib=8.0, gpu_precision=given))
+    assert tasks.start_worker(None, *running.worker_arguments(job, running.choose_workers(job.settings))) == "a device"
+    assert made == [(4 * GIB, 2, expected)]
+
+
+def test_precision_of_gpus_is_refused_without_gpus(monkeypatch):
+    with pytest.raises(SettingsError, match="--gpu-precision single: there is no GPU in this run"):
+        running.choose_workers(AlignSettings("p.star", "run", gpus="none", gpu_precision="single"))
+    with pytest.raises(SettingsError, match="--gpu-precision: expected one of half, single; found 'double'"):
+        AlignSettings("p.star", "run", gpu_precision="double")
