@@ -84,9 +84,9 @@ def shares(row: Measured, ceilings: Measured) -> Measured:
     pairs = lines.line_band(float(row["k_max"])).n_pairs
     moved = 4 * spectrum_floats(row["k_max"]) * math.pi / 6.0 + 24 * pairs  # of the cube that is held, the ball of the band is read
     found: Measured = {"share_of_copy": moved / row["per_particle_us"]["turn"] * 1e-6 / ceilings["copy_tb_s"]}
-    if "tensor" in row["search_us"] and ceilings.get("gemm_tflop_s"):
+    if "product" in row["search_us"] and ceilings.get("gemm_tflop_s"):
         operations = 2.0 * row["rotations"] * row["shifts"] * 4 * pairs
-        found["share_of_gemm"] = operations / row["search_us"]["tensor"] * 1e-6 / ceilings["gemm_tflop_s"]
+        found["share_of_gemm"] = operations / row["search_us"]["product"] * 1e-6 / ceilings["gemm_tflop_s"]
     found["share_of_fp32"] = row["search_fp32_tinstructions_s"] / (0.5 * ceilings["fp32_tflop_s"])
     return found
 
