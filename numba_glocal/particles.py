@@ -96,7 +96,7 @@ class ParticleReader:
         offset = float(chosen.sum(dtype=np.float64)) / count
         deviation = float(np.sqrt(max(float(np.dot(chosen, flat)) / count - offset * offset, 0.0)))
         scale = max(abs(float(rough)), abs(offset), float(np.abs(flat[:: sample_step(flat.size)]).max()), 1e-30)
-        if not deviation > 1e-3 * scale:  # too close to the rounding of these sums to be believed
+        if not deviation > max(1e-3 * scale, 0.1 * abs(offset)):  # too close to the rounding of these sums to be believed
             deviation = float(flat[weight > 0].std(dtype=np.float64))
         if not deviation > 1e-6 * scale:
             raise BadParticleError(name, CONSTANT)

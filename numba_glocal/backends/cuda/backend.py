@@ -122,10 +122,11 @@ class CUDABackend:
         if found is not None and found.unmasked == unmasked and (found.reach == reach or (found.reach > reach and not found.slots.version)):
             return found
         if self._arena is None:
-            most = MAX_SLOTS * Pool.slot_bytes(n, max_band(n), True)
-            wanted = min(most, int(self.memory_bytes * _POOL_SHARE) - 4 * int(store.volumes.size))
-            mebibytes = max(1, wanted >> 20, -(-8 * Pool.slot_bytes(n, reach, unmasked) >> 20) + 1)
-            self._arena = halve_until_it_fits(lambda m: cuda.device_array(m << 18, np.float32), mebibytes, 1, "MiB of prepared particles")
+            slot = Pool.slot_bytes(n, reach, unmasked) // 4
+            wanted = min(MAX_SLOTS * Pool.slot_bytes(n, max_band(n), True), int(self.memory_bytes * _POOL_SHARE) - 4 * int(store.volumes.size))
+            self._arena = halve_until_it_fits(
+                lambda count: cuda.device_array(count * slot + Pool.SPARE_FLOATS, np.float32), max(8, wanted // (4 * slot)), 1, "prepared particles"
+            )
         self._pool = Pool(n, reach, unmasked, self._arena)
         return self._pool
 

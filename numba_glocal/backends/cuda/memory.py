@@ -71,5 +71,5 @@ def halve_until_it_fits(make: Callable[[int], T], count: int, least: int, what: 
             return made
         release_unused()  # outside the handler: a traceback keeps arrays alive
         if count <= least:
-            raise DeviceError(f"the GPU's memory does not hold {least} {what}; use fewer workers a GPU or --binning, or free memory on the GPU")
+            raise DeviceError(f"the GPU's memory is too small: not even {least} {what}; use fewer workers a GPU, --binning, or free memory")
         count = max(least, count // 2)

@@ -41,14 +41,15 @@ class Pool:
         Their transforms; a particle in slot s begins at ``s * pad.size`` and ``s * cube.size``.
     """
 
+    SPARE_FLOATS = 4 * (_SPARE + 64)  # after the last slot of each part, see SPARE_BYTES; parts begin at multiples of 256 bytes
+
     def __init__(self, n: int, reach: int, unmasked: bool, arena: Any) -> None:
         self.n, self.reach, self.unmasked = n, reach, unmasked
         self.pad = Transform(n, reach, True)
         self.cube = Transform(n, max_band(n), False)
         kinds = 2 if unmasked else 1
         slot_floats = kinds * (self.pad.size + self.cube.size)
-        # a little room after the last slot of each, see SPARE_BYTES; parts begin at multiples of 256 bytes
-        capacity = min(MAX_SLOTS, (int(arena.size) - 2 * kinds * (_SPARE + 64)) // slot_floats)
+        capacity = min(MAX_SLOTS, (int(arena.size) - self.SPARE_FLOATS) // slot_floats)
         if capacity < 1:
             raise DeviceError("the GPU's memory does not hold one particle; use fewer workers a GPU, --binning, or a larger --gpu-memory")
         at = 0

@@ -13,6 +13,9 @@ from numba import cuda, float32, float64, int32
 SUM_THREADS = 512
 """Threads of a block that sums over a particle; a power of two."""
 
+VOXEL_THREADS = 256
+"""Threads of a block where each takes a voxel."""
+
 OK, NOT_FINITE, CONSTANT = 0, 1, 2
 """What `particle_facts` says of a particle."""
 

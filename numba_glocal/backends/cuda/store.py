@@ -24,7 +24,7 @@ from . import prepare
 from .memory import halve_until_it_fits
 from .reading import Outcome, Reader
 from .slots import Slots
-from .transform import SPARE_BYTES, Scratch, Transform
+from .transform import Scratch, Transform
 from .weights import WeightVolumes
 
 MAX_SLOTS = 1 << 17
@@ -42,7 +42,7 @@ class _Work:
         self.raw = cuda.device_array((batch, size), np.float32)
         self.volumes = cuda.device_array((batch, size), np.float32)
         self.scratch = Scratch(n, padded_offset(max_band(n)), batch)
-        self.cubes = cuda.device_array(batch * Transform.size_of(n // 2 - 1) + SPARE_BYTES // 4, np.float32)
+        self.cubes = cuda.device_array(batch * Transform.size_of(n // 2 - 1), np.float32)
         self.places = cuda.device_array(batch, np.int32)
         self.slots = cuda.device_array(batch, np.int32)
         self.facts = cuda.device_array((batch, 3), np.float32)
@@ -211,7 +211,7 @@ class ParticleStore:
                 work.status,
             )
             work.status.copy_to_host(status, stream=stream)
-        prepare.place_volumes[(-(-(self.n**3) // 256), count), 256, stream](work.raw, facts, work.places, self.volumes)
+        prepare.place_volumes[self._voxels(count)](work.raw, facts, work.places, self.volumes)
         stream.synchronize()
         good = [at for at, row in enumerate(rows) if status[row] == prepare.OK]
         for at in sorted(set(range(len(rows))) - set(good)):
@@ -228,6 +228,10 @@ class ParticleStore:
             self._outside = {how.radius_voxels: (cuda.to_device(outside), count)}
         return self._outside[how.radius_voxels]
 
+    def _voxels(self, count: int) -> tuple[Any, ...]:
+        """How a kernel is launched that takes a voxel a thread."""
+        return (-(-(self.n**3) // prepare.VOXEL_THREADS), count), prepare.VOXEL_THREADS, self.stream
+
     def levels(self, resident: Resident, masking: Masking) -> None:
         """Levels of the present batch, for `masked`."""
         prepare.volume_levels[len(resident), prepare.SUM_THREADS, self.stream](
@@ -236,13 +240,11 @@ class ParticleStore:
 
     def masked(self, resident: Resident, mask: Any) -> Any:
         """Volumes of the present batch less their levels, masked; (p, n^3) on the device, until the next call."""
-        prepare.mask_volumes[(-(-(self.n**3) // 256), len(resident)), 256, self.stream](
-            self.volumes, self.work.slots, self.work.levels, mask, self.work.volumes
-        )
+        prepare.mask_volumes[self._voxels(len(resident))](self.volumes, self.work.slots, self.work.levels, mask, self.work.volumes)
         return self.work.volumes
 
     def cubes(self, resident: Resident) -> Any:
         """Unmasked spectra of the present batch on the whole grid, one after the other, until the next call."""
-        prepare.gather_volumes[(-(-(self.n**3) // 256), len(resident)), 256, self.stream](self.volumes, self.work.slots, self.work.volumes)
+        prepare.gather_volumes[self._voxels(len(resident))](self.volumes, self.work.slots, self.work.volumes)
         self.cube(self.work.volumes, len(resident), self.work.cubes, self.work.scratch, self.stream)
         return self.work.cubes
