@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,20 @@ def spherical_mask(box_size: int, radius_voxels: float, soft_edge_voxels: float 
     _positive(box_size=box_size, radius_voxels=radius_voxels)
     x, y, z = _offsets(box_size, centre)
     return soft_edge(np.sqrt(x**2 + y**2 + z**2) - radius_voxels, soft_edge_voxels)
+
+
+@lru_cache(maxsize=4)
+def outside_sphere(box_size: int, radius_voxels: float) -> tuple[NDArray[np.float32], int]:
+    """What lies outside a sphere, as flat weights 0 and 1, and the number of voxels; all of the box where the sphere fills it.
+
+    Returns
+    -------
+    (n^3,) float32, int
+    """
+    outside = spherical_mask(box_size, max(radius_voxels, 1.0), 0.0) < 0.5
+    if outside.mean() <= 0.05:
+        outside = np.ones_like(outside)
+    return outside.ravel().astype(np.float32), int(outside.sum())
 
 
 def cylinder_mask(

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .backends.protocols import Grid, ParticleBatch, ParticleMask
+from .backends.protocols import CONSTANT, NOT_FINITE, Grid, Normalisation, ParticleBatch, ParticleMask, sample_step
 from .errors import BadParticleError, InputError
 from .fourier import centred_irfftn, centred_rfftn
 from .io import read_volume
-from .masks import spherical_mask
+from .io.mrc import read_plain_mrc
+from .masks import outside_sphere
 from .wedge import read_weight_volume, tilt_range_weights
 
 
@@ -50,6 +51,29 @@ class ParticleReader:
     invert_contrast: bool = False
     tilt_range: TiltRange | None = None
 
+    @property
+    def normalisation(self) -> Normalisation:
+        """What is done to a particle as read."""
+        return Normalisation(self.normalise_mask.radius_voxels * self.grid.box_size / self.grid.binned_box_size, self.normalise, self.invert_contrast)
+
+    def read_raw(self, name: str, path: Path, out: NDArray[np.float32]) -> None:
+        """One particle as its file has it, into an array (n, n, n) of the unbinned box.
+
+        Raises
+        ------
+        BadParticleError
+            Unreadable, or of another box.
+        """
+        if read_plain_mrc(path, out):
+            return
+        try:
+            data = read_volume(path, quiet=True).data
+        except (InputError, OSError) as problem:
+            raise BadParticleError(name, str(problem)) from None
+        if data.shape != out.shape:
+            raise BadParticleError(name, f"its box is {data.shape[0]}, expected {out.shape[0]}")
+        out[...] = data
+
     def read_volume(self, name: str, path: Path) -> NDArray[np.float32]:
         """One particle on the worked grid, normalised.
 
@@ -58,32 +82,27 @@ class ParticleReader:
         BadParticleError
             Unreadable, of another box, constant or not finite.
         """
-        try:
-            data = read_volume(path, quiet=True).data
-        except (InputError, OSError) as problem:
-            raise BadParticleError(name, str(problem)) from None
         n = self.grid.box_size
-        if data.shape != (n, n, n):
-            raise BadParticleError(name, f"its box is {data.shape[0]}, expected {n}")
+        data = np.empty((n, n, n), np.float32)
+        self.read_raw(name, path, data)
         # a rough level first: the sums that follow are then of small numbers, whatever the grey values of a tomogram
-        weight, count = _outside(self.grid.box_size, self._unbinned_radius())
+        weight, count = outside_sphere(n, self.normalisation.radius_voxels)
         flat = data.reshape(-1)
-        rough = flat[:: max(1, flat.size // 4096)].mean(dtype=np.float64)
+        rough = flat[:: sample_step(flat.size)].mean(dtype=np.float64)
         if not np.isfinite(rough) or not np.isfinite(flat.sum()):
-            raise BadParticleError(name, "it holds values that are not finite")
-        flat = flat - np.float32(rough)
+            raise BadParticleError(name, NOT_FINITE)
+        flat -= np.float32(rough)
         chosen = flat * weight
         offset = float(chosen.sum(dtype=np.float64)) / count
         deviation = float(np.sqrt(max(float(np.dot(chosen, flat)) / count - offset * offset, 0.0)))
-        scale = max(abs(float(rough)), abs(offset), float(np.abs(flat[:: max(1, flat.size // 4096)]).max()), 1e-30)
-        if not deviation > 1e-3 * scale:  # too close to the rounding of these sums to be believed
+        scale = max(abs(float(rough)), abs(offset), float(np.abs(flat[:: sample_step(flat.size)]).max()), 1e-30)
+        if not deviation > max(1e-3 * scale, 0.1 * abs(offset)):  # too close to the rounding of these sums to be believed
             deviation = float(flat[weight > 0].std(dtype=np.float64))
         if not deviation > 1e-6 * scale:
-            raise BadParticleError(name, "it is constant")
+            raise BadParticleError(name, CONSTANT)
         factor = (1.0 / deviation if self.normalise else 1.0) * (-1.0 if self.invert_contrast else 1.0)
         flat -= np.float32(offset)
         flat *= np.float32(factor)
-        data = flat.reshape(data.shape)
         return fourier_crop(data, self.grid.binned_box_size)
 
     def read_weight(self, path: Path | None) -> NDArray[np.float32]:
@@ -101,20 +120,18 @@ class ParticleReader:
             except InputError as problem:
                 raise BadParticleError(names[index], str(problem)) from None
 
+        def read_raw(index: int, out: NDArray[np.float32]) -> NDArray[np.float32]:
+            self.read_raw(names[index], volume_paths[index], out)
+            try:
+                return self.read_weight(weight_paths[index])
+            except InputError as problem:
+                self.read_volume(names[index], volume_paths[index])  # when both are bad, the volume is named
+                raise BadParticleError(names[index], str(problem)) from None
+
         keys = tuple(f"{prefix}|{volume}|{weight}" for volume, weight in zip(volume_paths, weight_paths, strict=True))
-        return ParticleBatch(keys, read)
-
-    def _unbinned_radius(self) -> float:
-        return self.normalise_mask.radius_voxels * self.grid.box_size / self.grid.binned_box_size
-
-
-@lru_cache(maxsize=4)
-def _outside(box_size: int, radius_voxels: float) -> tuple[NDArray[np.float32], int]:
-    """Voxels outside the particle as flat weights 0 and 1, and their number; all of them where the sphere fills the box."""
-    outside = spherical_mask(box_size, max(radius_voxels, 1.0), 0.0) < 0.5
-    if outside.mean() <= 0.05:
-        outside = np.ones_like(outside)
-    return outside.ravel().astype(np.float32), int(outside.sum())
+        if self.grid.binned_box_size != self.grid.box_size:
+            return ParticleBatch(keys, read)
+        return ParticleBatch(keys, read, read_raw, self.normalisation)
 
 
 @lru_cache(maxsize=64)

@@ -139,3 +139,32 @@ def test_a_bad_weight_is_the_particles_fault(write):
     volume, weight = write(np.random.default_rng(0).normal(size=(24,) * 3)), write(np.ones((20,) * 3), "w.mrc")
     with pytest.raises(BadParticleError, match=r"w\.mrc"):
         reader.batch(("p",), (volume,), (weight,)).read(0)
+
+
+def test_a_raw_read_and_its_normalisation_are_the_whole_read(write):
+    """What a backend needs to normalise by itself: judged by doing it here in double precision."""
+    data = 1e5 + 3.0 * np.random.default_rng(2).normal(size=(24,) * 3) + 50.0 * blob(24, 1.0, (0, 0, 0), 2.0)
+    path = write(data)
+    for normalise, invert in ((True, False), (False, True)):
+        batch = ParticleReader(Grid(24, 24, 4.0), ParticleMask(8.0, 3.0), normalise, invert).batch(("p",), (path,), (None,))
+        raw = np.empty((24,) * 3, np.float32)
+        assert (batch.read_raw(0, raw) == batch.read(0)[1]).all()
+        assert np.array_equal(raw, data.astype(np.float32))
+        assert (batch.normalisation.normalise, batch.normalisation.invert_contrast) == (normalise, invert)
+        far = outside(24, batch.normalisation.radius_voxels)
+        level, deviation = raw[far].mean(dtype=float), raw[far].std(dtype=float)
+        expected = (raw - level) / (deviation if normalise else 1.0) * (-1 if invert else 1)
+        np.testing.assert_allclose(batch.read(0)[0], expected, atol=1e-4 * expected.std())
+    assert ParticleReader(Grid(24, 12, 4.0), ParticleMask(4.0, 1.0)).batch(("p",), (path,), (None,)).read_raw is None
+
+
+def test_a_bad_volume_is_named_before_a_bad_weight(write):
+    reader = ParticleReader(Grid(24, 24, 4.0), ParticleMask(8.0, 3.0))
+    volume, weight = write(np.zeros((24,) * 3)), write(np.ones((20,) * 3), "w.mrc")
+    batch = reader.batch(("p",), (volume,), (weight,))
+    reasons = []
+    for read in (lambda: batch.read(0), lambda: batch.read_raw(0, np.empty((24,) * 3, np.float32))):
+        with pytest.raises(BadParticleError) as caught:
+            read()
+        reasons.append(caught.value.reason)
+    assert reasons == ["it is constant"] * 2

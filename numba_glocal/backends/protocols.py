@@ -100,6 +100,34 @@ class SumSetup:
     noise: NoiseModel
 
 
+NOT_FINITE = "it holds values that are not finite"
+CONSTANT = "it is constant"
+"""Why a particle that could be read is left out, in the same words by every backend."""
+
+
+def sample_step(size: int) -> int:
+    """Every so many voxels are looked at for a first, rough level of a volume of `size` voxels."""
+    return max(1, size // 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Normalisation:
+    """What is left to do with a particle as its file has it: a level off, a factor on (`particles.ParticleReader.read_volume`).
+
+    Attributes
+    ----------
+    radius_voxels : float
+        Mean and deviation are taken outside this sphere (`masks.outside_sphere`), on the grid as read.
+    normalise : bool
+        To deviation 1; else only the mean is taken off.
+    invert_contrast : bool
+    """
+
+    radius_voxels: float
+    normalise: bool
+    invert_contrast: bool
+
+
 @dataclass(frozen=True, slots=True)
 class ParticleBatch:
     """Particles by key, and how to read them; a session reads only what its backend does not hold already.
@@ -107,14 +135,21 @@ class ParticleBatch:
     Attributes
     ----------
     keys : tuple of str
-        Names; unique.
+        Names; unique. A particle that is read in another way has another key.
     read : callable
         ``read(i) -> (volume (n, n, n) float32, weight (n, n, n // 2 + 1) float32)`` on the worked grid, normalised. Weights that are
         one and the same array object are stored once. Raises BadParticleError.
+    read_raw : callable, optional
+        ``read_raw(i, out) -> weight``: the volume as its file has it goes into ``out (n, n, n) float32``, from any thread. A backend that
+        normalises particles itself may use it instead of `read`. Only for particles that are not binned. Raises BadParticleError.
+    normalisation : Normalisation, optional
+        What `read` does beyond `read_raw`.
     """
 
     keys: tuple[str, ...]
     read: Callable[[int], tuple[NDArray[np.float32], NDArray[np.float32]]]
+    read_raw: Callable[[int, NDArray[np.float32]], NDArray[np.float32]] | None = None
+    normalisation: Normalisation | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from numba import float32, float64, int16, int32, int64, uint64  # noqa: E402
 
 try:
-    from numba_glocal.backends.cuda import kernels, search
+    from numba_glocal.backends.cuda import kernels, prepare, search
 
     cuda.compile(lambda x: None, (float32[::1],), cc=(9, 0), output="ptx", device=False, abi="numba")
 except Exception as problem:  # no NVVM here
@@ -73,12 +73,19 @@ SIGNATURES = {
     "unpack_best": (uint64[:, ::1], f2, i2),
     "insert": (int64[:, ::1], n, n, f, n, i32, i32, int16[::1], *WEIGHTS, i32, f2, i32, f, f2, f2),
 }
+PREPARE = {
+    "particle_facts": (f2, f, n, n, n, float32, f2, i32),
+    "place_volumes": (f2, f2, i32, f),
+    "volume_levels": (f, i32, f, n, f),
+    "mask_volumes": (f, i32, f, f, f2),
+    "gather_volumes": (f, i32, f2),
+}
 SEARCH = (f, f, i64, i64, i64, f, n, n, n, n, i2, n, f2, f2, f2, i2)
-IN_DOUBLE = {"refine", "band_power", "insert", "residual_power"}
+IN_DOUBLE = {"refine", "band_power", "insert", "residual_power", "particle_facts", "volume_levels"}
 
 
-def ptx_of(kernel, signature) -> str:
-    return cuda.compile(kernel.py_func, signature, cc=(9, 0), output="ptx", device=False, abi="numba", fastmath=True)[0]
+def ptx_of(kernel, signature, fastmath=True) -> str:
+    return cuda.compile(kernel.py_func, signature, cc=(9, 0), output="ptx", device=False, abi="numba", fastmath=fastmath)[0]
 
 
 def instructions(ptx: str) -> str:
@@ -92,6 +99,21 @@ def test_kernel_compiles(name):
     assert ".entry" in ptx
     if name not in IN_DOUBLE:
         assert ".f64" not in instructions(ptx), "double precision in a single-precision kernel"
+
+
+@pytest.mark.parametrize("name", PREPARE)
+def test_kernel_from_files_to_volumes_compiles(name):
+    kernel = getattr(prepare, name)
+    ptx = ptx_of(kernel, PREPARE[name], kernel.targetoptions["fastmath"])
+    assert ".entry" in ptx and ".local" not in ptx
+    assert (".f64" in instructions(ptx)) == (name in IN_DOUBLE)
+
+
+def test_two_levels_are_taken_off_one_after_the_other():
+    """Joined into one number, a level of 1e5 and an offset of 0.1 would round to 1e5."""
+    subtractions = [line for line in instructions(ptx_of(prepare.place_volumes, PREPARE["place_volumes"], False)).splitlines() if "sub" in line]
+    assert sum(".f32" in line for line in subtractions) == 2
+    assert prepare.place_volumes.targetoptions["fastmath"] is False
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,7 @@ from numba import cuda
 from numba.core import config
 from numpy.typing import NDArray
 
-from ...errors import BadParticleError, DeviceError
+from ...errors import DeviceError
 from ...fourier import grid_band, max_band, padded_offset
 from ...masks import spherical_mask
 from ...noise import N_WEIGHT_BINS, WEIGHT_BIN_EDGES, ResidualPower
@@ -23,10 +21,12 @@ from ..cpu import CPUSearchSession, unpack_normal_equations
 from ..interpolation import interpolation_curvature
 from ..protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, no_candidates
 from . import gemm, kernels
-from .pool import Pool, read_all
+from .memory import free_bytes, halve_until_it_fits, release_unused
+from .pool import Pool
 from .product import ProductSearch, product_us
 from .scratch import Scratch
 from .search import TILE_ROTATIONS, coefficient_table, launch, shift_groups
+from .store import MAX_SLOTS, Masking, ParticleStore
 from .sums import CUDASumSession
 from .tensor import TensorSearch, Weighting, available, tensor_us
 from .transform import SPARE_BYTES as _SPARE_BYTES
@@ -38,15 +38,11 @@ _STOP_SHIFT_ANGST = 0.02
 _MAX_STEPS = 8
 _MAX_ANGLE_STEP_DEG = 3.0
 _POOL_SHARE = 0.6
+_BATCH_SHARE = 0.05
+_MAX_BATCH_BYTES = 1 << 30
+_SLOTS_FIRST = 256
 _WORK_SHARE = 0.15
 _SCRATCH_SHARE = 0.05
-_SIMULATED_MEMORY = 256 << 20
-
-
-def _free_bytes() -> int:
-    if config.ENABLE_CUDASIM:
-        return _SIMULATED_MEMORY
-    return int(cuda.current_context().get_memory_info().free)
 
 
 def den_products(powers: Any, den_weight: Any, den: Any, half: bool) -> None:
@@ -103,38 +99,49 @@ class CUDABackend:
     def __init__(self, memory_bytes: int | None = None, share: int = 1, precision: str = "half") -> None:
         self.precision = precision
         self.device = device_name()
-        free = _free_bytes()
+        free = free_bytes()
         self.memory_bytes = min(memory_bytes, free // share) if memory_bytes else free // share
         self.scratch = Scratch(min(2 << 30, int(self.memory_bytes * _SCRATCH_SHARE)))
-        self._pools: dict[str, tuple[Hashable, Pool]] = {}
-        self._weights: dict[int, WeightVolumes] = {}
+        self._share = share
+        self._store: ParticleStore | None = None
+        self._arena: Any = None
+        self._pool: Pool | None = None
 
-    def pool(self, kind: str, n: int, reach: int, cube_reach: int, unmasked: bool) -> Pool:
-        """The pool of search or sum particles; another band or box makes a new one in its place."""
-        key = (n, reach, cube_reach, unmasked)
-        found = self._pools.get(kind)
-        if found is not None and found[0] == key:
-            return found[1]
-        self._pools.pop(kind, None)
-        found = None
-        if not config.ENABLE_CUDASIM:  # the old pool's memory must be back before the new one asks for it
-            gc.collect()
-            cuda.current_context().deallocations.clear()
-        share = _POOL_SHARE * (0.85 if kind == "search" else 0.15)
-        made = Pool(n, reach, cube_reach, unmasked, int(self.memory_bytes * share), n // 2 - 1 if kind == "search" else 0)
-        self._pools[kind] = (key, made)
-        return made
+    def store(self, grid: Grid) -> ParticleStore:
+        """Volumes of particles on a grid; another grid takes the place of the last."""
+        if self._store is None or self._store.grid != grid:
+            self._store = self._arena = self._pool = None
+            release_unused()
+            n = grid.binned_box_size
+            budget = int(self.memory_bytes * _POOL_SHARE)
+            # half for volumes, half for spectra; but a chunk's spectra must find room, volumes can be read again
+            spectra = max(budget // 2, min(budget * 9 // 10, _SLOTS_FIRST * Pool.slot_bytes(n, max_band(n), False)))
+            work = min(_MAX_BATCH_BYTES, int(self.memory_bytes * _BATCH_SHARE))
+            self._store = ParticleStore(grid, WeightVolumes(n), budget - spectra, work, self._share)
+        return self._store
 
-    def held(self, n: int) -> Pool | None:
-        """The search pool, if it is of this box."""
-        found = self._pools.get("search")
-        return found[1] if found is not None and found[1].n == n else None
+    def pool(self, grid: Grid, reach: int, unmasked: bool) -> Pool:
+        """Prepared particles for searches up to a band; another band takes the place of the last."""
+        store, n = self.store(grid), grid.binned_box_size
+        found = self._pool
+        if found is not None and found.unmasked == unmasked and (found.reach == reach or (found.reach > reach and not found.slots.version)):
+            return found
+        if self._arena is None:
+            slot = Pool.slot_bytes(n, reach, unmasked) // 4
+            wanted = min(MAX_SLOTS * Pool.slot_bytes(n, max_band(n), True), int(self.memory_bytes * _POOL_SHARE) - 4 * int(store.volumes.size))
+            self._arena = halve_until_it_fits(
+                lambda count: cuda.device_array(count * slot + Pool.SPARE_FLOATS, np.float32), max(8, wanted // (4 * slot)), 1, "prepared particles"
+            )
+        self._pool = Pool(n, reach, unmasked, self._arena)
+        return self._pool
 
-    def weights(self, n: int) -> WeightVolumes:
-        """Weight volumes of a box."""
-        if n not in self._weights:
-            self._weights = {n: WeightVolumes(n)}
-        return self._weights[n]
+    def is_current(self, pool: Pool) -> bool:
+        """Whether a pool still has the memory to itself."""
+        return pool is self._pool
+
+    def weights(self, grid: Grid) -> WeightVolumes:
+        """Weight volumes of a grid's particles."""
+        return self.store(grid).weights
 
     def open_search(self, setup: SearchSetup) -> CUDASearchSession:
         """A session for one reference and half-set."""
@@ -156,8 +163,7 @@ class CUDASearchSession:
         self._offset = padded_offset(self._reach)
         self._mask = spherical_mask(n, setup.particle_mask.radius_voxels, setup.particle_mask.soft_edge_voxels)
         self._mask_mean_square = float((self._mask.astype(np.float64) ** 2).mean())
-        self._device_mask = cuda.to_device(self._mask.ravel())
-        self._outside = self._mask < 0.01
+        self._masking = Masking.of(self._mask)
         self._unmasked = setup.score == "flcf"
         self._inverse_sigma2 = cuda.to_device(setup.noise.inverse_sigma2())
         self._tables = cuda.to_device(np.stack([setup.noise.inverse_table(False), setup.noise.inverse_table(True)]))
@@ -180,61 +186,29 @@ class CUDASearchSession:
         self._host: CPUSearchSession | None = None
         self._batch: ParticleBatch | None = None
         self._pool: Pool | None = None
+        self._version = 0
 
     # -- particles ---------------------------------------------------------------------------------------------------
 
     def load(self, particles: ParticleBatch) -> list[tuple[int, str]]:
-        """Uploads and transforms what the pool does not hold; returns (index, reason) of unusable particles."""
+        """Brings to the device, masks and transforms what is not there yet; returns (index, reason) of unusable particles."""
+        grid, setup = self.setup.grid, self.setup
         reach = min(max_band(self._n), -(-self._reach // 6) * 6)
-        pool = self.backend.pool("search", self._n, reach, self._cube_reach, self._unmasked)
-        weights = self.backend.weights(self._n)
-        self._pool = pool
-        count = len(particles.keys)
-        slots, kinds, usable = np.zeros(count, np.int32), np.zeros(count, np.int32), np.ones(count, bool)
-        bad: list[tuple[int, str]] = []
-        busy: set[int] = set()
-        missing = []
-        for index, name in enumerate(particles.keys):
-            found = pool.slots.get((name, self.setup.particle_mask))
-            if found is None:
-                missing.append(index)
-            else:
-                slots[index], kinds[index] = found
-                busy.add(int(slots[index]))
-        volumes: list[NDArray[np.float32]] = []
-        taken: list[int] = []
-        for item in read_all(particles, missing):
-            index = item[0]
-            if isinstance(item[1], BadParticleError):
-                usable[index] = False
-                bad.append((index, item[1].reason))
-                continue
-            _, volume, weight = item
-            if not weights.any_in_band(weight, self._band):
-                usable[index] = False
-                bad.append((index, "its weight leaves nothing in the band"))
-                continue
-            kind = weights.add(weight).row
-            slot = pool.slots.take((particles.keys[index], self.setup.particle_mask), kind, busy)
-            busy.add(slot)
-            slots[index], kinds[index] = slot, kind
-            volumes.append(volume)
-            taken.append(slot)
-            if len(volumes) == pool.batch:
-                pool.prepare(volumes, taken, self._device_mask, self._outside)
-                volumes, taken = [], []
-        if volumes:
-            pool.prepare(volumes, taken, self._device_mask, self._outside)
-        self._slots, self._kinds, self._usable = slots, kinds, usable
+        pool = self.backend.pool(grid, reach, self._unmasked)
+        self._slots, self._kinds, self._usable, bad = pool.load(self.backend.store(grid), particles, self._masking, setup.particle_mask)
+        self._pool, self._version = pool, pool.slots.version
         self._batch, self._host = particles, None
-        return sorted(bad)
+        return bad
 
     def _weights(self) -> tuple[Any, int, Any, Any, Any]:
-        weights = self.backend.weights(self._n)
+        weights = self.backend.weights(self.setup.grid)
         return (weights.device(), weights.size, *weights.facts())
 
     def _loaded_pool(self) -> Pool:
-        assert self._pool is not None, "no particles are loaded"
+        """The pool that holds the loaded particles. If another session has made room for its own since, they are brought back first."""
+        assert self._pool is not None and self._batch is not None, "no particles are loaded"
+        if not self.backend.is_current(self._pool) or self._pool.slots.version != self._version:
+            self.load(self._batch)
         return self._pool
 
     # -- search ------------------------------------------------------------------------------------------------------
@@ -580,6 +554,7 @@ class CUDASearchSession:
             np.zeros(count),
             np.zeros(count, np.int32),
         )
+        self._loaded_pool()
         used = candidates.scores > -np.inf
         used[~self._usable] = False
         p_of, s_of = np.nonzero(used)
@@ -651,6 +626,7 @@ class CUDASearchSession:
         grid, n = self.setup.grid, self._n
         shells = n // 2 + 1
         total = ResidualPower.empty(shells)
+        self._loaded_pool()
         p = np.flatnonzero(self._usable)
         if not len(p):
             return total

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numba import cuda
 from numpy.typing import NDArray
 
-from ...errors import BadParticleError
 from ...fourier import grid_band, padded_offset
 from ...shifts import angst_to_voxels
 from ..protocols import ParticleBatch, SumSetup, WeightedSum
 from . import kernels
-from .pool import Pool, read_all
 from .transform import band_on_device
 
 if TYPE_CHECKING:
     from .backend import CUDABackend
+    from .store import ParticleStore, Resident
 
 
 class CUDASumSession:
@@ -38,108 +37,40 @@ class CUDASumSession:
 
     def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
         """Inserts particles at their poses; returns (index, reason) of those left out."""
-        n = self._n
-        weights = self.backend.weights(n)
+        store = self.backend.store(self.setup.grid)
+        grid = self.setup.grid
+        shifts = angst_to_voxels(shifts_angst, grid.pixel_size_angst, grid.box_size, self._n) / self._n
         bad: list[tuple[int, str]] = []
-        count = len(particles.keys)
-        slots, kinds, usable = np.zeros(count, np.int32), np.zeros(count, np.int32), np.ones(count, bool)
-        held = self.backend.held(n)
-        in_search = np.zeros(count, bool)
-        if held is not None:
-            for index, name in enumerate(particles.keys):
-                found = held.slots.get((name, self.setup.normalise_mask))
-                if found is not None:
-                    slots[index], kinds[index] = found
-                    in_search[index] = True
-        if not in_search.all():
-            pool = self.backend.pool("sum", n, 0, self._reach, False)
-            bad = self._load_rest(particles, pool, np.flatnonzero(~in_search), slots, kinds, usable)
-            self._insert(np.flatnonzero(usable & ~in_search), pool.cubes[0], pool.cube.size, slots, kinds, rotations, shifts_angst)
-        if held is not None and held.sum is not None:
-            self._insert(np.flatnonzero(in_search), held.sum_cubes, held.sum.size, slots, kinds, rotations, shifts_angst)
-        self._count += int(usable.sum())
-        assert weights is self.backend.weights(n)
-        return bad
-
-    def _load_rest(
-        self,
-        particles: ParticleBatch,
-        pool: Pool,
-        rest: NDArray[np.intp],
-        slots: NDArray[np.int32],
-        kinds: NDArray[np.int32],
-        usable: NDArray[np.bool_],
-    ) -> list[tuple[int, str]]:
-        """Particles that no search has brought to the device: read, uploaded and transformed for the sum alone."""
-        weights = self.backend.weights(self._n)
-        bad: list[tuple[int, str]] = []
-        busy: set[int] = set()
-        missing = []
-        for index in map(int, rest):
-            found = pool.slots.get(particles.keys[index])
-            if found is None:
-                missing.append(index)
-            else:
-                slots[index], kinds[index] = found
-                busy.add(int(slots[index]))
-        volumes: list[NDArray[np.float32]] = []
-        taken: list[int] = []
-        for item in read_all(particles, missing):
-            index = item[0]
-            if isinstance(item[1], BadParticleError):
-                usable[index] = False
-                bad.append((index, item[1].reason))
-                continue
-            _, volume, weight = item
-            kinds[index] = weights.add(weight).row
-            slot = pool.slots.take(particles.keys[index], int(kinds[index]), busy)
-            busy.add(slot)
-            slots[index] = slot
-            volumes.append(volume)
-            taken.append(slot)
-            if len(volumes) == pool.batch:
-                pool.prepare(volumes, taken, None, None)
-                volumes, taken = [], []
-        if volumes:
-            pool.prepare(volumes, taken, None, None)
+        for resident in store.batches(particles, range(len(particles.keys)), bad):
+            self._insert(store, resident, rotations[resident.index].reshape(-1, 9), shifts[resident.index])
+        store.stream.synchronize()
+        self._count += len(particles.keys) - len(bad)
         return sorted(bad)
 
-    def _insert(
-        self,
-        p: NDArray[np.intp],
-        cubes: Any,
-        cube_size: int,
-        slots: NDArray[np.int32],
-        kinds: NDArray[np.int32],
-        rotations: NDArray[np.float64],
-        shifts_angst: NDArray[np.float64],
-    ) -> None:
-        """Adds particles that are on the device."""
-        if not len(p):
-            return
-        grid, n = self.setup.grid, self._n
-        weights = self.backend.weights(n)
-        shifts = angst_to_voxels(shifts_angst[p], grid.pixel_size_angst, grid.box_size, n) / n
+    def _insert(self, store: ParticleStore, resident: Resident, rotations: NDArray[np.float64], shifts: NDArray[np.float64]) -> None:
+        """Adds a batch that is on the device."""
+        cubes, weights = store.cubes(resident), store.weights
         device_weights = weights.device()
         signed, table_scale, _ = weights.facts()
-        kernels.insert[(-(-self._samples.size // 128), len(p)), 128](
+        stream, count = store.stream, len(resident)
+        kernels.insert[(-(-self._samples.size // 128), count), 128, stream](
             self._sums,
             self._offset,
-            n,
+            self._n,
             cubes,
-            cube_size,
-            cuda.to_device(slots[p]),
+            store.cube.size,
+            cuda.to_device(np.arange(count, dtype=np.int32), stream=stream),
             self._samples.cube_index,
             self._samples.k,
             device_weights,
             weights.size,
-            cuda.to_device(kinds[p]),
+            cuda.to_device(resident.kinds, stream=stream),
             self._samples.weight_index,
             self._tables,
             signed,
             table_scale,
-            cuda.to_device(rotations[p].reshape(-1, 9).astype(np.float32)),
-            cuda.to_device(shifts.astype(np.float32)),
+            cuda.to_device(rotations.astype(np.float32), stream=stream),
+            cuda.to_device(shifts.astype(np.float32), stream=stream),
         )
 
     def result(self) -> WeightedSum:

@@ -28,6 +28,29 @@ def _transform_matrices(n: int, reach: int, padded: bool) -> tuple[NDArray[np.co
     return along[c:].T.astype(np.complex64), along.astype(np.complex64)  # (n, c + 1), (2 c + 1, n)
 
 
+class Scratch:
+    """What the passes of a transform leave for each other.
+
+    Parameters
+    ----------
+    n : int
+        Box.
+    c : int
+        Largest row offset of the transforms it serves (`Transform.c`).
+    batch : int
+        Volumes at once.
+    """
+
+    def __init__(self, n: int, c: int, batch: int) -> None:
+        self.first = cuda.device_array(batch * n * n * (c + 1) * 2, np.float32)
+        self.second = cuda.device_array(batch * n * (2 * c + 1) * (c + 1) * 2, np.float32)
+
+    @staticmethod
+    def floats(n: int, c: int) -> int:
+        """Numbers for one volume."""
+        return 2 * n * (c + 1) * (n + 2 * c + 1)
+
+
 class Transform:
     """Cropped Fourier transforms of batches of real volumes by three products with DFT matrices: no FFT library is needed."""
 
@@ -37,23 +60,36 @@ class Transform:
         to_x, to_yz = _transform_matrices(n, reach, padded)
         self._x = cuda.to_device(np.ascontiguousarray(to_x).view(np.float32).ravel())
         self._yz = cuda.to_device(np.ascontiguousarray(to_yz).view(np.float32).ravel())
-        self.size = 2 * (2 * self.c + 1) ** 2 * (self.c + 1)
-        self._work: tuple[Any, Any] | None = None
-        self._batch = 0
+        self.size = self.size_of(self.c)
 
-    def __call__(self, volumes: Any, count: int, out: Any) -> None:
-        """Transforms `count` volumes of a (p, n^3) device array into `out`, a flat device array of count * size."""
+    @staticmethod
+    def size_of(c: int) -> int:
+        """Numbers of one spectrum with the row offset `c`."""
+        return 2 * (2 * c + 1) ** 2 * (c + 1)
+
+    def __call__(self, volumes: Any, count: int, out: Any, scratch: Scratch | None = None, stream: Any = 0) -> None:
+        """Transforms volumes.
+
+        Parameters
+        ----------
+        volumes : (p, n^3) float32 device array
+        count : int
+            So many of them.
+        out : flat float32 device array
+            ``count * size`` values are written.
+        scratch : Scratch, optional
+            For at least `count` volumes of at least this reach; by default the transform makes its own.
+        stream : stream, optional
+        """
         n, c = self.n, self.c
         rows, columns = 2 * c + 1, c + 1
-        if self._work is None or self._batch < count:
-            self._work = None
-            self._work = cuda.device_array(count * n * n * columns * 2, np.float32), cuda.device_array(count * n * rows * columns * 2, np.float32)
-            self._batch = count
-        first, second = self._work
+        if scratch is None:
+            scratch = Scratch(n, c, count)
+        first, second = scratch.first, scratch.second
         threads = (16, 16)
 
         def launch(grid_rows: int, grid_columns: int, batch: int, *arguments: Any) -> None:
-            kernels.contract[(-(-grid_columns // kernels.WIDE_TILE), -(-grid_rows // kernels.WIDE_TILE), batch), threads](
+            kernels.contract[(-(-grid_columns // kernels.WIDE_TILE), -(-grid_rows // kernels.WIDE_TILE), batch), threads, stream](
                 *arguments, grid_rows, grid_columns, n
             )
 

@@ -1,0 +1,337 @@
+"""The CUDA backend in Numba's simulator, on tiny boxes: run by `test_cuda_simulated`, in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import mrcfile
+import numpy as np
+import pytest
+from numba import cuda
+
+from numba_glocal import particles
+from numba_glocal.backends.cpu import CPUBackend
+from numba_glocal.backends.cuda import backend as cuda_backend
+from numba_glocal.backends.cuda import memory, prepare
+from numba_glocal.backends.cuda import store as store_module
+from numba_glocal.backends.cuda.backend import CUDABackend
+from numba_glocal.backends.cuda.store import ParticleStore
+from numba_glocal.backends.cuda.transform import Transform
+from numba_glocal.backends.cuda.weights import WeightVolumes
+from numba_glocal.backends.protocols import Grid, ParticleBatch, ParticleMask, SumSetup
+from numba_glocal.errors import BadParticleError, DeviceError
+from numba_glocal.fourier import centred_rfftn, grid_band, max_band, padded_spectrum
+from numba_glocal.particles import ParticleReader
+
+N = 6
+GRID, MASK = Grid(N, N, 4.0), ParticleMask(2.0, 1.0)
+FAR = ((np.indices((N,) * 3) - N // 2) ** 2).sum(0) > 2.0**2
+
+
+@pytest.fixture(autouse=True)
+def _few_threads(monkeypatch):
+    """A thread of the simulator is one of the machine; with few of them the loops over voxels have something to do as well."""
+    monkeypatch.setattr(prepare, "SUM_THREADS", 16)
+
+
+@pytest.fixture
+def quick_transform(monkeypatch):
+    """Anything that depends on the volume, where spectra are only moved about: the simulator takes seconds for a true one."""
+
+    def transform(self, volumes, count, out, scratch=None, stream=0):
+        out[: count * self.size].copy_to_device(np.concatenate([np.resize(volumes.copy_to_host()[p], self.size) for p in range(count)]))
+
+    monkeypatch.setattr(Transform, "__call__", transform)
+
+
+def small_store(volumes: int = 64) -> ParticleStore:
+    return ParticleStore(GRID, WeightVolumes(N), volumes * 4 * N**3, 8 << 20)
+
+
+def held(store: ParticleStore, batch: ParticleBatch, wanted=None):
+    """Volumes of particles as the store has them, and those it refuses."""
+    bad: list[tuple[int, str]] = []
+    found = {}
+    for resident in store.batches(batch, range(len(batch.keys)) if wanted is None else wanted, bad):
+        volumes = store.volumes.copy_to_host().reshape(-1, N, N, N)
+        on_device = store.work.slots.copy_to_host()[: len(resident)]
+        assert np.array_equal(on_device, resident.slots)
+        found.update({index: volumes[slot].copy() for index, slot in zip(resident.index, resident.slots, strict=True)})
+    return found, dict(bad)
+
+
+def counted(batch: ParticleBatch):
+    """A batch that notes what is read."""
+    reads: list[int] = []
+
+    def read(index):
+        reads.append(index)
+        return batch.read(index)
+
+    def read_raw(index, out):
+        reads.append(index)
+        return batch.read_raw(index, out)
+
+    return replace(batch, read=read, read_raw=None if batch.read_raw is None else read_raw), reads
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Particles on disk: good ones of all grey values, and every kind of bad one."""
+    rng = np.random.default_rng(4)
+    noise = rng.normal(size=(N,) * 3)
+    data = {
+        "plain": noise,
+        "high": 1e5 + noise,
+        "dark": 1e-4 * noise - 3e-4,
+        "wide": 1e9 * noise,
+        "slope": noise + 100.0 * np.arange(N)[:, None, None],
+        "within": noise + 1000.0 * ~FAR,
+        "zero": 0 * noise,
+        "five": 0 * noise + 5,
+        "huge": 0 * noise + 1e20,
+        "masked": 1.0 * ~FAR,
+        "almost constant": 1e5 + 0.01 * noise,
+        "nan": np.where(np.arange(N) == 5, np.nan, noise),
+        "infinite": np.where(np.arange(N**3).reshape((N,) * 3) == 100, np.inf, noise),
+        "overflows": 0 * noise + 3e38,
+    }
+    paths = []
+    for name, values in data.items():
+        with mrcfile.new(tmp_path / f"{name}.mrc") as file, np.errstate(all="ignore"):
+            file.set_data(values.astype(np.float32))
+        paths.append(tmp_path / f"{name}.mrc")
+    (tmp_path / "cut.mrc").write_bytes(paths[0].read_bytes()[:-4])
+    with mrcfile.new(tmp_path / "box.mrc") as file:
+        file.set_data(noise[:4, :4, :4].astype(np.float32))
+    with mrcfile.new(tmp_path / "integers.mrc") as file:
+        file.set_data((100 * noise).astype(np.int16))
+    return [*paths, *(tmp_path / f"{name}.mrc" for name in ("cut", "gone", "box", "integers"))]
+
+
+@pytest.mark.parametrize(("normalise", "invert"), [(True, False), (False, True)])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_normalised_as_the_host_does(monkeypatch, files, normalise, invert):
+    for module in (particles, store_module):
+        monkeypatch.setattr(module, "sample_step", lambda size: 3)  # as in a box of 24
+    reader = ParticleReader(GRID, MASK, normalise, invert)
+    batch = reader.batch(tuple(str(path) for path in files), tuple(files), (None,) * len(files))
+    found, bad = held(small_store(), batch)
+    again, _ = held(small_store(), batch)
+    for index in range(len(files)):
+        try:
+            expected = batch.read(index)[0]
+        except BadParticleError as problem:
+            assert bad[index] == problem.reason and index not in found
+            continue
+        assert index not in bad, bad
+        np.testing.assert_allclose(found[index], expected, atol=1e-4 * expected[FAR].std(), rtol=1e-5)
+        assert np.array_equal(found[index], again[index]), "the same bits every time"
+    assert len(found) == 7 and len(bad) == len(files) - 7
+
+
+def test_particles_that_the_host_has_prepared_are_kept_as_they_are():
+    """Binned ones, or made ones: `read` alone."""
+    volumes = np.random.default_rng(0).normal(size=(5, N, N, N)).astype(np.float32)
+    weight = np.ones((N, N, N // 2 + 1), np.float32)
+
+    def read(index):
+        if index == 2:
+            raise BadParticleError("p2", "no good")
+        return volumes[index], weight
+
+    found, bad = held(small_store(), ParticleBatch(tuple("abcde"), read))
+    assert bad == {2: "no good"} and all(np.array_equal(found[i], volumes[i]) for i in (0, 1, 3, 4))
+
+
+def test_other_errors_of_a_reading_thread_come_through():
+    def read(index):
+        raise ZeroDivisionError(index)
+
+    store = small_store()
+    with pytest.raises(ZeroDivisionError):
+        held(store, ParticleBatch(tuple("abcde"), read))
+
+
+def test_a_store_that_is_too_small_gives_the_same_volumes():
+    volumes = np.random.default_rng(0).normal(size=(23, N, N, N)).astype(np.float32)
+    weight = np.ones((N, N, N // 2 + 1), np.float32)
+    batch, reads = counted(ParticleBatch(tuple(map(str, range(23))), lambda i: (volumes[i], weight)))
+    store = ParticleStore(GRID, WeightVolumes(N), 16 * 4 * N**3, 4 * 10_000)
+    assert store.batch < 8 and store.slots.capacity == 16
+    for _ in range(3):
+        reads.clear()
+        found, bad = held(store, batch)
+        assert not bad and all(np.array_equal(found[i], volumes[i]) for i in range(23))
+    assert 7 <= len(reads) <= 7 + 2 * store.batch, "only the overflow is read again"
+    reads.clear()
+    found, _ = held(store, batch, [22, 3, 4])
+    assert all(np.array_equal(found[i], volumes[i]) for i in (22, 3, 4))
+
+
+def test_weights_are_stored_once():
+    weights = WeightVolumes(N)
+    a = np.random.default_rng(0).random((N, N, N // 2 + 1)).astype(np.float32)
+    rows = [weights.add(weights.look(w)) for w in (a, a, a.copy(), -a, np.zeros_like(a))]
+    assert rows == [0, 0, 0, 1, 2] and len(weights) == 3
+    assert [weights.is_empty(row) for row in range(3)] == [False, False, True]
+    on_device = weights.device().copy_to_host()[: 3 * a.size].reshape(3, *a.shape)
+    assert np.array_equal(on_device, [a, -a, 0 * a])
+    many = [np.full_like(a, k + 2.0) for k in range(40)]
+    rows = [weights.add(weights.look(w)) for w in many]
+    on_device = weights.device().copy_to_host()[: 43 * a.size].reshape(43, *a.shape)
+    assert rows == list(range(3, 43)) and np.array_equal(on_device[3:], many) and np.array_equal(on_device[0], a)
+    signed, scale, relative = (fact.copy_to_host() for fact in weights.facts())
+    assert signed[:3].tolist() == [0, 1, 0] and relative[1] == pytest.approx(1 / a.max()) and len(scale) == 43
+
+
+def test_spectra_are_those_of_the_masked_volume(make_case):
+    """flcf needs masked and unmasked ones: against FFTW."""
+    case = make_case(8, "wedge", particles=1, score="flcf")
+    backend = CUDABackend()
+    session = backend.open_search(case.setup)
+    assert session.load(case.batch) == []
+    pool, mask = session._loaded_pool(), session._mask
+    reach = max_band(pool.n)
+    band = grid_band(pool.n, reach)
+    for p, volume in enumerate(case.volumes):
+        level = volume[mask < 0.01].mean()
+        slot = session._slots[p]
+        for kind, expected in enumerate(((volume - level) * mask, volume - level)):
+            cube = pool.cubes[kind].copy_to_host()[slot * pool.cube.size : (slot + 1) * pool.cube.size].view(np.complex64)
+            rows = 2 * reach + 1
+            x, y, z = band.k.astype(int).T
+            at = cube.reshape(rows, rows, -1)[z + reach, y + reach, x]
+            whole = centred_rfftn(expected).ravel()[band.index]
+            assert np.abs(at - whole).max() < 1e-5 * np.abs(whole).max()
+            padded = pool.spectra[kind].copy_to_host()[slot * pool.pad.size : (slot + 1) * pool.pad.size].view(np.complex64)
+            expected_padded = padded_spectrum(expected, pool.reach)
+            assert np.abs(padded.reshape(expected_padded.shape) - expected_padded).max() < 1e-5 * np.abs(expected_padded).max()
+
+
+def test_as_the_cpu_backend_and_nothing_is_read_twice(make_case):
+    """Load, residuals, refinement, sums; then another band."""
+    case = make_case(8, "wedge", particles=2)
+    batch, reads = counted(case.batch)
+    gpu, cpu = CUDABackend(), CPUBackend()
+    sessions = [backend.open_search(case.setup) for backend in (gpu, cpu)]
+    assert sessions[0].load(batch) == sessions[1].load(case.batch) == []
+    a, b = (session.residuals(case.rotations, case.shifts_angst) for session in sessions)
+    np.testing.assert_allclose(a.power, b.power, atol=1e-5 * b.power.max())
+    np.testing.assert_array_equal(a.count, b.count)
+    a, b = (session.refine(case.starts, case.shifts_angst) for session in sessions)
+    np.testing.assert_allclose(a.rotations, b.rotations, atol=1e-4)
+    np.testing.assert_allclose(a.shifts_angst, b.shifts_angst, atol=0.02)
+    np.testing.assert_allclose(a.log_likelihood, b.log_likelihood, rtol=1e-4)
+    sums = [backend.open_sum(SumSetup(case.setup.grid, case.setup.particle_mask, case.setup.noise)) for backend in (gpu, cpu)]
+    assert sums[0].add(batch, case.rotations, case.shifts_angst) == sums[1].add(case.batch, case.rotations, case.shifts_angst) == []
+    a, b = (session.result() for session in sums)
+    np.testing.assert_allclose(a.numerator, b.numerator, atol=1e-5 * np.abs(b.numerator).max())
+    np.testing.assert_allclose(a.denominator, b.denominator, atol=1e-5 * b.denominator.max())
+    assert a.n_particles == b.n_particles == 2
+    sessions[0].unload()
+    assert sorted(reads) == [0, 1], "the sum found the search's particles"
+
+
+def test_another_band_makes_spectra_anew_but_reads_nothing(make_case, quick_transform):
+    case = make_case(8, "none", particles=1)
+    batch, reads = counted(case.batch)
+    gpu = CUDABackend()
+    narrow, wide = (gpu.open_search(replace(case.setup, k_max=k_max)) for k_max in (1.0, 2.0))
+    gpu._pool = gpu.pool(case.setup.grid, 1, False)  # bands of this box are rounded up to the same; a run's differ
+    narrow_pool = gpu._pool
+    assert wide.load(batch) == [] and gpu._pool is not narrow_pool
+    pool = gpu._pool
+    assert narrow.load(batch) == [] and gpu._pool is pool, "the wider one serves both"
+    assert reads == [0]
+    # another session takes the memory: what is loaded comes back by itself
+    expected = wide._loaded_pool().spectra[0].copy_to_host()[: pool.pad.size]
+    gpu.pool(case.setup.grid, 1, True)
+    assert not gpu.is_current(pool)
+    again = wide._loaded_pool()
+    assert again is not pool and np.array_equal(again.spectra[0].copy_to_host()[: pool.pad.size], expected)
+    assert reads == [0]
+
+
+def test_bad_particles_are_left_out_of_searches_and_sums(make_case, quick_transform):
+    case = make_case(8, "none", particles=3)
+    only_corner = np.zeros_like(case.weights[0])
+    only_corner[4, 4, 4] = 1.0
+
+    def read(index):
+        if index == 0:
+            raise BadParticleError("p", "no good")
+        return case.volumes[index], only_corner if index == 2 else case.weights[index]
+
+    batch = ParticleBatch(case.batch.keys, read)
+    gpu = CUDABackend()
+    session = gpu.open_search(case.setup)
+    expected = [(0, "no good"), (2, "its weight leaves nothing in the band")]
+    assert session.load(batch) == expected and session._usable.tolist() == [False, True, False]
+    assert session.load(batch) == expected, "also when it is found in the pool"
+    total = gpu.open_sum(SumSetup(case.setup.grid, case.setup.particle_mask, case.setup.noise))
+    assert total.add(batch, case.rotations, case.shifts_angst) == [(0, "no good")]
+    assert total.result().n_particles == 2
+
+
+class CudaAPIError(Exception):
+    """As the driver's."""
+
+    def __init__(self, code):
+        super().__init__(code)
+        self.code = code
+
+
+def short_of_memory(monkeypatch, largest_bytes, code=2):
+    """Refuses arrays above a size."""
+    real = cuda.device_array
+
+    def device_array(shape, dtype=np.float64, **options):
+        if np.prod(shape, dtype=np.int64) * np.dtype(dtype).itemsize > largest_bytes:
+            raise CudaAPIError(code)
+        return real(shape, dtype, **options)
+
+    monkeypatch.setattr(cuda, "device_array", device_array)
+
+
+def test_less_at_once_when_memory_runs_out(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "numba_glocal")
+    gpu = CUDABackend(share=8)
+    with monkeypatch.context() as short:
+        short_of_memory(short, 100 << 10)
+        store = gpu.store(GRID)
+    with monkeypatch.context() as short:
+        short_of_memory(short, 400 << 10)
+        pool = gpu.pool(GRID, max_band(N), False)
+    assert store.volumes.nbytes <= 100 << 10 and store.slots.capacity * 4 * N**3 == store.volumes.nbytes
+    assert 1 <= store.batch < 64 and 1 <= pool.slots.capacity <= (400 << 10) // pool.slot_bytes(N, max_band(N), False)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 3 and all("memory is short" in text for text in texts)
+    volumes = np.random.default_rng(0).normal(size=(3, N, N, N)).astype(np.float32)
+    found, _ = held(store, ParticleBatch(tuple("abc"), lambda i: (volumes[i], np.ones((N, N, N // 2 + 1), np.float32))))
+    assert all(np.array_equal(found[i], volumes[i]) for i in range(3))
+
+
+def test_no_memory_at_all_is_said_in_one_line(monkeypatch):
+    gpu = CUDABackend()
+    short_of_memory(monkeypatch, 1 << 10)
+    with pytest.raises(DeviceError, match="not even 1 particles at once"):
+        gpu.store(GRID)
+
+
+def test_other_errors_of_the_driver_are_not_taken_for_it(monkeypatch):
+    gpu = CUDABackend()
+    short_of_memory(monkeypatch, 1 << 10, code=700)
+    with pytest.raises(CudaAPIError):
+        gpu.store(GRID)
+    assert memory.out_of_memory(MemoryError()) and not memory.out_of_memory(ValueError())
+
+
+def test_a_small_device_keeps_room_for_a_chunk_of_spectra():
+    """Volumes can be read again, a chunk that finds no room cannot be searched at all."""
+    n, grid = 16, Grid(16, 16, 4.0)
+    gpu = CUDABackend(memory_bytes=80 << 20)
+    store, pool = gpu.store(grid), gpu.pool(grid, max_band(n), False)
+    assert pool.slots.capacity >= cuda_backend._SLOTS_FIRST
+    assert 4 * (store.volumes.size + sum(part.size for part in (*pool.spectra, *pool.cubes))) < 0.65 * (80 << 20)
