@@ -41,7 +41,7 @@ _SUMS = 29
 _ROW = 32
 """Words of a unit's row: coefficients and the next unit's header."""
 
-_NESTED = (1, 9, 21, _SUMS)
+_NESTED = (9, _SUMS)
 _CLOCKS_PER_CHUNK, _CLOCKS_PER_SUM = 20.0, 0.36  # of a warp's tile
 _MULTIPROCESSORS, _CLOCKS_PER_US, _LAUNCHES_US = 132, 1755.0, 300.0
 
