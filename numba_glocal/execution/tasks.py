@@ -260,7 +260,7 @@ def warm_up_cuda() -> None:
 
 def _exercise(backend: Backend, shift_steps: tuple[float, ...]) -> None:
     """Searches, refines and sums two tiny particles, with shift windows of the given numbers of steps."""
-    from ..backends.protocols import ParticleBatch
+    from ..backends.protocols import Normalisation, ParticleBatch
 
     n = 16
     rng = np.random.default_rng(0)
@@ -268,7 +268,12 @@ def _exercise(backend: Backend, shift_steps: tuple[float, ...]) -> None:
     weight = np.ones((n, n, n // 2 + 1), np.float32)
     grid, mask = Grid(n, n, 1.0), ParticleMask(5.0, 2.0)
     noise = NoiseModel(np.ones(n // 2 + 1))
-    batch = ParticleBatch(("a", "b"), lambda i: (volume, weight))
+
+    def read_raw(_: int, out: NDArray[np.float32]) -> NDArray[np.float32]:
+        out[...] = volume
+        return weight
+
+    batch = ParticleBatch(("a", "b"), lambda _: (volume, weight), read_raw, Normalisation(5.0, True, False))
     starts, shifts = np.repeat(np.eye(3)[None], 2, 0), np.zeros((2, 3))
     session = backend.open_search(SearchSetup(grid, volume, mask, noise, "ml", 0.0, 6.0))
     level = search_levels(SearchPlan(30.0, 1, 4.0, 6.0), n, 1.0, 5.0)[-1]

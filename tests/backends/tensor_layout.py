@@ -76,15 +76,16 @@ def fold(group, table, units, sums):
     minus = np.array([sums[:, :, :, u[0] + u[1] : u[0] + 2 * u[1]].sum(-1) if u[2] else 0 * sums[:, :, :, 0] for u in units])
     s, d = plus + minus, plus - minus
     sr, si, dr, di = s[..., 0], s[..., 1], d[..., 0], d[..., 1]
-    at = 0
+    phases = tensor.factors(group)
+    table = table.astype(np.float64)
     for x, y in group:
-        parts = [sr, di, si, dr] if x and y else [sr, si] if x else [sr, di] if y else [sr]
-        for part in parts:
-            if (x, y) == (0, 0):
-                totals.append(part.sum(0))
-            else:
-                totals.append(np.einsum("u,uai->ai", table[:, at].astype(np.float64), part))
-                at += 1
+        cx, sx = (table[:, 2 * phases.index((0, x)) + i] for i in (0, 1)) if x else (np.ones(len(units)), None)
+        cy, sy = (table[:, 2 * phases.index((1, y)) + i] for i in (0, 1)) if y else (np.ones(len(units)), None)
+        terms = [(cx * cy, sr)]
+        terms += [(cx * sy, di)] if y else []
+        terms += [(sx * cy, si)] if x else []
+        terms += [(sx * sy, dr)] if x and y else []
+        totals += [np.einsum("u,uai->ai", factor, part) for factor, part in terms]
     return totals
 
 

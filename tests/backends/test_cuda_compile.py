@@ -26,7 +26,6 @@ f3 = float32[:, :, ::1]
 n = int64
 WEIGHTS = (f, n, i32)
 SIGNATURES = {
-    "mask_particles": (f2, f, f, f2),
     "contract": (f, n, n, n, n, f, n, n, n, n, f, n, n, n, n, n, n),
     "turn": (f, n, i32, n, *WEIGHTS, n, f2, i32, f, f, f, f, f, f2, f2, f2, f2),
     "fill_templates": (f, n, f, f2, f, f2),

@@ -36,21 +36,6 @@ _ONE, _SIXTH = float32(1.0), float32(1.0 / 6.0)
 
 
 @_jit
-def mask_particles(volumes, mask, levels, out):
-    """out = (volume - level of the particle) * mask; one thread a voxel.
-
-    Parameters
-    ----------
-    volumes, out : (p, n^3) float32
-    mask : (n^3,) float32
-    levels : (p,) float32
-    """
-    i, p = cuda.grid(1), cuda.blockIdx.y
-    if i < mask.shape[0]:
-        out[p, i] = (volumes[p, i] - levels[p]) * mask[i]
-
-
-@_jit
 def contract(a, a_batch, a_row, a_depth, a_complex, b, b_batch, b_depth, b_column, b_complex, c, c_batch, c_row, c_column, rows, columns, depth):
     """Batched complex matrix product ``C = A B`` with any strides: the three passes of a cropped, padded Fourier transform.
 

@@ -160,8 +160,13 @@ def entry_table(group: tuple[tuple[int, int], ...], steps: int) -> NDArray[np.fl
     return np.array(rows, np.float32)
 
 
+def factors(group: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+    """(axis, step) of the phases that a group needs: axis 0 for x, 1 for y."""
+    return [(axis, step) for axis in (0, 1) for step in sorted({entry[axis] for entry in group} - {0})]
+
+
 def coefficients(group: tuple[tuple[int, int], ...], units: NDArray[np.int32], angle: float) -> NDArray[np.float32]:
-    """What the sums of a unit (a pair of lines at +y and -y) are multiplied by, (units, sums); none for the shift (0, 0).
+    """cos and sin of a unit's phases (a unit is a pair of lines at +y and -y), in the order of `factors`, (units, 2 factors).
 
     Parameters
     ----------
@@ -170,21 +175,15 @@ def coefficients(group: tuple[tuple[int, int], ...], units: NDArray[np.int32], a
     angle : float
         ``2 pi step / box``.
     """
-    x, y = units[:, 4].astype(np.float64), units[:, 5].astype(np.float64)
-    columns = []
-    for tx, ty in group:
-        cx, sx, cy, sy = np.cos(angle * tx * x), np.sin(angle * tx * x), np.cos(angle * ty * y), np.sin(angle * ty * y)
-        if tx and ty:
-            columns += [cx * cy, cx * sy, sx * cy, sx * sy]
-        elif tx:
-            columns += [cx, sx]
-        elif ty:
-            columns += [cy, sy]
-    return np.stack(columns, axis=1).astype(np.float32) if columns else np.zeros((len(units), 0), np.float32)
+    table = np.zeros((len(units), 2 * len(factors(group))), np.float32)
+    for number, (axis, step) in enumerate(factors(group)):
+        phase = angle * step * units[:, 4 + axis].astype(np.float64)
+        table[:, 2 * number], table[:, 2 * number + 1] = np.cos(phase), np.sin(phase)
+    return table
 
 
 def unit_rows(table: NDArray[np.float32], units: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Rows of 32 words, (u, 32) int32: a unit's coefficients, and in the last word its header: chunks of a line, times 2, plus 1 if it has two."""
+    """Rows of 32 words, (u, 32) int32: a unit's phases, and in the last word its header: chunks of a line, times 2, plus 1 if it has two."""
     rows = np.zeros((len(units), _ROW), np.float32)
     rows[:, : table.shape[1]] = table
     words = rows.view(np.int32)
@@ -354,29 +353,31 @@ def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape) -> str:
     text.depth = 4
     lines_sum("h")
     text.depth = 3
-    for word in range(0, _ROW, 4):
-        if word < len(sums):
-            text(", ".join(f"k{word + i}" for i in range(4)) + f" = load4(shared, row + int32({word}))")
+    phases = factors(group)
+    for word in range(0, 2 * len(phases), 4):
+        text(", ".join(f"k{word + i}" for i in range(4)) + f" = load4(shared, row + int32({word}))")
     text(f"row += int32({_ROW})")
     for corner in range(4):
         tile, part_row = corner % 2, corner // 2
         re, im = 2 * part_row, 2 * part_row + 1
-        text(f"sr, si = g{tile}{re} + h{tile}{re}, g{tile}{im} + h{tile}{im}")
-        text(f"dr, di = g{tile}{re} - h{tile}{re}, g{tile}{im} - h{tile}{im}")
-        at = 0
-        for x, y in group:
-            if x and y:
-                parts = ["sr", "di", "si", "dr"]
-            elif x:
-                parts = ["sr", "si"]
-            elif y:
-                parts = ["sr", "di"]
-            else:
-                text(f"p{corner}_{x}_{y}_0 += sr")
-                continue
-            for part, value in enumerate(parts):
-                text(f"p{corner}_{x}_{y}_{part} += k{at} * {value}")
-                at += 1
+        text(f"sr{corner}, si{corner} = g{tile}{re} + h{tile}{re}, g{tile}{im} + h{tile}{im}")
+        text(f"dr{corner}, di{corner} = g{tile}{re} - h{tile}{re}, g{tile}{im} - h{tile}{im}")
+    for x, y in group:
+        cx, cy = 2 * phases.index((0, x)) if x else 0, 2 * phases.index((1, y)) if y else 0
+        if x and y:
+            text(f"q0, q1, q2, q3 = k{cx} * k{cy}, k{cx} * k{cy + 1}, k{cx + 1} * k{cy}, k{cx + 1} * k{cy + 1}")
+            parts = [("q0", "sr"), ("q1", "di"), ("q2", "si"), ("q3", "dr")]
+        elif x:
+            parts = [(f"k{cx}", "sr"), (f"k{cx + 1}", "si")]
+        elif y:
+            parts = [(f"k{cy}", "sr"), (f"k{cy + 1}", "di")]
+        else:
+            parts = []
+        for corner in range(4):
+            if not parts:
+                text(f"p{corner}_{x}_{y}_0 += sr{corner}")
+            for part, (factor, value) in enumerate(parts):
+                text(f"p{corner}_{x}_{y}_{part} += {factor} * {value}{corner}")
     text.depth = 1
     text("cuda.syncthreads()")
     for corner in range(4):
