@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 def test_in_the_simulator():
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "simulated.py"]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "simulated.py"]
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
