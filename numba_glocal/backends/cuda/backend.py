@@ -242,6 +242,7 @@ class CUDASearchSession:
 
     def search(self, starts: Candidates, anchor_angst: NDArray[np.float64], level: SearchLevel) -> Candidates:
         """Scores every rotation and shift of the level around every start; keeps the best that are apart."""
+        self._loaded_pool()
         grid, n = self.setup.grid, self._n
         band, points, radius, point_weight, line_start, line_length, plane_start = self._line_band(min(level.k_max, float(self._reach)))
         size = (grid.pixel_size_angst, grid.box_size, n)
