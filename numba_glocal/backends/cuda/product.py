@@ -19,8 +19,8 @@ from . import gemm, kernels
 from .scratch import Scratch
 from .tensor import Weighting, root_weights
 
-_WRITE_BYTES_PER_US = 1.5e6
-_HALF_FLOPS_PER_US = 6.0e8
+_WRITE_BYTES_PER_US = 1.2e6
+_HALF_FLOPS_PER_US = 7.0e8
 
 
 def padded(size: int) -> int:
