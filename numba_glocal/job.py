@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings as python_warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -102,7 +105,8 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     """
     warnings: list[str] = []
     premultiplied = settings.premultiplied if isinstance(settings, AverageSettings) else None
-    particles = read_particles(Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, premultiplied=premultiplied)
+    with _kept_in(warnings):
+        particles = read_particles(Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, premultiplied=premultiplied)
     half, notes = assign_half_sets(particles, settings.split, settings.seed)
     warnings += notes
     particles = particles.with_half(half)
@@ -149,6 +153,19 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
             reference = _start_map(grid, settings.reference, settings.initial_lowpass_angst, warnings)
     _check_weights(particles, reader, k_min, k_limit)
     return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings)
+
+
+@contextmanager
+def _kept_in(lines: list[str]) -> Iterator[None]:
+    """What the readers warn of joins the job's own warnings, which log and report show too."""
+    with python_warnings.catch_warnings(record=True) as caught:
+        python_warnings.simplefilter("always", UserWarning)
+        yield
+    for warning in caught:
+        if issubclass(warning.category, UserWarning):
+            lines.append(" ".join(str(warning.message).split()))
+        else:
+            python_warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def _check_weights(particles: ParticleSet, reader: ParticleReader, k_min: float, k_limit: float) -> None:

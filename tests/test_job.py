@@ -119,6 +119,33 @@ def test_a_mask_beside_the_centre_is_said(made, tmp_path, radius, offset, warned
         assert diameter == pytest.approx(2 * radius * PIXEL, rel=0.05) and "aside.mrc" in lines[0]
 
 
+# --- the list -------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [AlignSettings, AverageSettings])
+def test_a_list_without_angles_is_said(made, tmp_path, kind):
+    """In the job's warnings, which log and report show; a list without origins is a normal one."""
+    lines = made.start.read_text().splitlines()
+    head = [line.split()[0] for line in lines if line.startswith("_rln")]
+    head = head[head.index("_rlnImageName") :]
+
+    def without(word, name):
+        dropped = [i for i, label in enumerate(head) if word in label]
+        assert len(dropped) == 3
+        kept = [
+            " ".join(cell for i, cell in enumerate(line.split()) if i not in dropped) if "subtomo/" in line else line
+            for line in lines
+            if not line.startswith(f"_rln{word}")
+        ]
+        (made.start.parent / name).write_text("\n".join(kept) + "\n")
+        return prepare_job(kind(str(made.start.parent / name), "run"))
+
+    turned = without("Angle", "no_angles.star")
+    assert any("the list has no angles: every particle starts at 0, 0, 0" in line for line in turned.warnings)
+    assert np.allclose(turned.particles.poses.rotations, np.eye(3))
+    assert not without("Origin", "no_origins.star").warnings and not prepare_job(kind(str(made.start), "run")).warnings
+
+
 # --- the start map --------------------------------------------------------------------------------------------------------------------------
 
 
