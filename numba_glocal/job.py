@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backends.protocols import Grid, ParticleMask
-from .errors import SettingsError, VolumeError
+from .errors import SettingsError, VolumeError, plural
 from .execution.tasks import Chunk
 from .filters import lowpass
 from .fourier import grid_shells, max_band, padded_offset
 from .half_sets import assign_half_sets
 from .io import read_particles, read_volume
+from .io.pixel_size import SAME_PIXEL_SIZE
 from .masks import check_mask, mask_offset_voxels, spherical_mask
 from .particles import ParticleReader, TiltRange, fourier_crop
 from .settings import AlignSettings, AverageSettings
@@ -150,7 +151,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         if settings.score == "flcf" and settings.mask is not None:
             raise SettingsError("--score flcf with a --mask file is not supported yet; expected --score ml or ncc, or a spherical mask")
         if settings.reference is not None and not resume:
-            reference = _start_map(grid, settings.reference, settings.initial_lowpass_angst, warnings)
+            reference = _start_map(grid, settings.reference, settings.initial_lowpass_angst, particles.pixel_size_source)
     _check_weights(particles, reader, k_min, k_limit)
     return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings)
 
@@ -220,16 +221,23 @@ def _off_centre(mask: NDArray[np.float32], grid: Grid, name: str) -> list[str]:
     ]
 
 
-def _start_map(grid: Grid, path: str, lowpass_angst: float, warnings: list[str]) -> NDArray[np.float32]:
+def _start_map(grid: Grid, path: str, lowpass_angst: float, pixel_size_source: str) -> NDArray[np.float32]:
     """The start map on the worked grid, low-passed."""
     volume = read_volume(Path(path))
     if volume.box_size != grid.box_size:
         raise VolumeError(f"{path}: its box is {volume.box_size}, expected {grid.box_size} as the particles")
-    if not np.isfinite(volume.data).all() or float(np.ptp(volume.data)) == 0.0:
-        raise VolumeError(f"{path}: expected a map, found values that are constant or not finite")
+    unusable = int(np.count_nonzero(~np.isfinite(volume.data)))
+    if unusable:
+        raise VolumeError(f"{path}: expected a map, found values that are not finite (NaN or infinity) in {plural(unusable, 'voxel')}")
+    if float(np.ptp(volume.data)) == 0.0:
+        raise VolumeError(f"{path}: expected a map, found a constant one (every value is {float(volume.data.flat[0]):g})")
     pixel = volume.pixel_size_angst
-    if np.isfinite(pixel) and abs(pixel / grid.pixel_size_angst - 1.0) > 0.02:
-        warnings.append(f"{path}: its header says {pixel:g} A, the particles have {grid.pixel_size_angst:g} A; the map is used as it is")
+    if np.isfinite(pixel) and abs(pixel / grid.pixel_size_angst - 1.0) > SAME_PIXEL_SIZE:
+        raise VolumeError(
+            f"{path}: expected the particles' pixel size of {grid.pixel_size_angst:g} A (from {pixel_size_source}), found {pixel:g} A in its header;"
+            f" resample the map, or where only its header is wrong set that: python -c \"import mrcfile; f = mrcfile.open({path!r}, 'r+');"
+            f' f.voxel_size = {grid.pixel_size_angst:g}; f.close()"'
+        )
     return lowpass(fourier_crop(volume.data, grid.binned_box_size), grid.binned_pixel_size_angst, lowpass_angst)
 
 

@@ -159,10 +159,32 @@ def test_the_start_map_is_low_passed_and_on_the_worked_grid(made):
     assert job(made).start_map is None
 
 
-def test_another_pixel_size_in_the_maps_header_is_said(made, tmp_path):
-    path = write(tmp_path / "r.mrc", mrcfile.read(made.reference), pixel=8.0)
-    prepared = job(made, reference=path)
-    assert any("its header says 8 A, the particles have 16 A" in line for line in prepared.warnings)
+@pytest.mark.parametrize(("pixel", "refused"), [(16.0, False), (16.15, False), (15.85, False), (0.0, False), (1.0, False), (16.2, True), (8.0, True)])
+def test_a_map_of_another_pixel_size_is_refused(made, tmp_path, pixel, refused):
+    """By more than 1 %; a header that says 0 or 1 says nothing. The remedy in the line works."""
+    path = write(tmp_path / "r.mrc", mrcfile.read(made.reference), pixel=pixel)
+    if refused:
+        with pytest.raises(VolumeError, match=rf"expected the particles' pixel size of 16 A \(from list.*found {pixel:g} A in its header") as caught:
+            job(made, reference=path)
+        exec(re.search(r'python -c "(.*)"$', str(caught.value)).group(1))
+    assert job(made, reference=path).start_map is not None
+
+
+def test_a_given_pixel_size_that_contradicts_is_said(made):
+    lines = job(made, pixel_size_angst=15.0).warnings
+    assert len(lines) == 1 and "given pixel size is 15 A" in lines[0] and "the list (rlnImagePixelSize) says 16 A" in lines[0]
+    assert "the volumes' headers say 16 A" in lines[0]
+    assert not job(made, pixel_size_angst=16.1).warnings
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the writer, when it is given NaN
+@pytest.mark.parametrize(("values", "words"), [(np.nan, "not finite.*in 1 voxel$"), (None, "a constant one .every value is 3")])
+def test_a_map_that_is_none_says_which(made, tmp_path, values, words):
+    data = np.full((BOX,) * 3, 3.0) if values is None else np.random.default_rng(0).normal(size=(BOX,) * 3)
+    if values is not None:
+        data[1, 2, 3] = values
+    with pytest.raises(VolumeError, match=words):
+        job(made, reference=write(tmp_path / "r.mrc", data))
 
 
 def test_a_resumed_run_does_not_need_the_start_map(made, tmp_path):

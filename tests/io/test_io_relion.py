@@ -281,7 +281,8 @@ def test_pixel_size_resolver(tmp_path):
     particles = read_particles(path)
     assert (particles.pixel_size_angst, particles.pixel_size_source) == (3.0, "list (rlnDetectorPixelSize, rlnMagnification)")
     # the option goes before all, and is written, so that origins in voxels mean the same
-    particles = read_particles(path, pixel_size_angst=3.5)
+    with pytest.warns(UserWarning, match="given pixel size is 3.5 A, the list .* says 3 A, the volumes' headers say 3 A"):
+        particles = read_particles(path, pixel_size_angst=3.5)
     assert (particles.pixel_size_angst, particles.pixel_size_source) == (3.5, "option")
     assert particles.poses.shifts_angst[0, 0] == -7.0
     write_particles(tmp_path / "out.star", particles)
