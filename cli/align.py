@@ -29,7 +29,7 @@ from .options import (
     wedge_options,
     worker_options,
 )
-from .running import choose_workers, input_paths, plan_facts, run_job, shown_warnings
+from .running import choose_workers, input_paths, new_folder, plan_facts, run_job, shown_warnings
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(AlignSettings)}
 _CHANGEABLE_ON_RESUME = {"iterations", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "gpu_memory_gib", "max_bad", "output"}
@@ -107,10 +107,10 @@ def align_command(
         if dry_run:
             say("Dry run: nothing was written.")
             return
-        if not resume:
-            folder.make(inputs)
-            until_the_end.enter_context(folder.held())
-        folder.write_job(settings)
+        if resume:
+            folder.write_job(settings)
+        else:
+            until_the_end.enter_context(new_folder(folder, inputs, settings))
 
         def work(executor: Any) -> RunResult:
             if resume and not goes_on:

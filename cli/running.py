@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -338,6 +338,19 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
         say(f"Left out: {plural(len(result.bad), 'particle')} that cannot be used, listed in the report and in log.txt.")
     say(f"{result.half_counts[0]} + {result.half_counts[1]} particles, {seconds:.1f} s. Results in {folder.path}: average.mrc, half1.mrc, half2.mrc,")
     say("particles.star, fsc.star, report.html")
+
+
+@contextmanager
+def new_folder(folder: RunFolder, inputs: list[Path], settings: AlignSettings | AverageSettings) -> Iterator[None]:
+    """The folder of a new run, made, held by this process and with its job file; what a run left that finished nothing is replaced."""
+    folder.make(inputs)
+    with folder.held():
+        folder.check_new(inputs)  # again: now nobody else writes there
+        if folder.leftovers():
+            note(f"{folder.path} holds a run that finished no iteration; it is replaced")
+            folder.clear()
+        folder.write_job(settings)
+        yield
 
 
 def input_paths(*inputs: str | None) -> list[Path]:

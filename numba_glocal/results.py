@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import sys
 import time
 import zipfile
@@ -48,6 +49,13 @@ FILES = {
     "provenance.json": "versions, machine, command",
     "log.txt": "what happened",
     "events.jsonl": "the same for programs, a line each",
+}
+
+# what a run folder may hold while no iteration is finished
+_BEFORE_RESULTS = {"job.toml", "provenance.json", "log.txt", "events.jsonl", "start.npz"}
+_OF_ITERATIONS = {
+    *(f"{name}{half}.{suffix}" for name, suffix in (("reference", "npy"), ("half", "mrc"), ("start_map", "mrc")) for half in (1, 2)),
+    *("start_map.mrc", "average.mrc", "fsc.star", "particles.star"),
 }
 
 
@@ -99,7 +107,7 @@ class RunFolder:
         self.path = path
 
     def check_new(self, inputs: list[Path]) -> None:
-        """Refuses a folder that cannot be a new run's.
+        """Refuses a folder that cannot be a new run's: one that is not empty, unless all it holds is a run that finished nothing.
 
         Raises
         ------
@@ -111,7 +119,11 @@ class RunFolder:
                 raise SettingsError(f"--output {self.path} is an input of this run; expected another folder")
         if self.path.exists() and not self.path.is_dir():
             raise SettingsError(f"--output {self.path}: expected a folder, found a file")
-        if self.path.exists() and any(self.path.iterdir()):
+        leftovers = [path.resolve() for path in self.leftovers()]
+        for given in inputs:
+            if any(given.resolve().is_relative_to(path) for path in leftovers):
+                raise SettingsError(f"--output {self.path}: {given} in it is an input of this run; expected another folder")
+        if self.path.exists() and any(path.name != ".lock" for path in self.path.iterdir()) and not leftovers:
             hint = ""
             if self._holds_align():
                 hint = (
@@ -120,6 +132,29 @@ class RunFolder:
                     else "; --resume begins again the run in it, which finished no iteration"
                 )
             raise SettingsError(f"--output {self.path} is not empty; expected a new folder{hint}")
+
+    def leftovers(self) -> list[Path]:
+        """Files and folders of a run that ended before its first result: nothing in them is worth keeping. Empty where there is anything else."""
+        if not (self.path / "provenance.json").is_file():
+            return []
+        found = [path for path in self.path.iterdir() if path.name != ".lock"]
+        started = all(path.name in _BEFORE_RESULTS or path.name.endswith(".part") for path in found if path.is_file())
+        folders = [path for path in found if not path.is_file()]
+        unfinished = all(
+            path.name in ("iter_000", "iter_001")
+            and not path.is_symlink()
+            and all(file.name in _OF_ITERATIONS or file.name.endswith(".part") for file in path.iterdir())
+            for path in folders
+        )
+        return found if started and unfinished else []
+
+    def clear(self) -> None:
+        """Removes `leftovers`; the caller holds the folder."""
+        for path in self.leftovers():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def _holds_align(self) -> bool:
         """Whether the folder is that of an `align` run: one that --resume takes."""
