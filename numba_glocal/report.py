@@ -107,6 +107,8 @@ class ReportData:
         True when the run stopped because nothing moved any more.
     wall_seconds : float or None
         Of the whole run.
+    resumed : int
+        How often it was resumed.
     files : mapping of str to str
         File name to what it is.
     settings : mapping
@@ -136,6 +138,7 @@ class ReportData:
     warnings: Sequence[str] = ()
     converged: bool | None = None
     wall_seconds: float | None = None
+    resumed: int = 0
     files: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -217,6 +220,8 @@ def summarise(data: ReportData) -> str:
     if data.iterations:
         ended = {True: ", after which the poses no longer moved", False: "", None: ""}[data.converged]
         sentences.append(f"{_plural(len(data.iterations), 'iteration was', 'iterations were')} run{ended}.")
+    if data.resumed:
+        sentences.append(f"The run was resumed {_plural(data.resumed, 'time', 'times')}; time and workers are those of all its parts.")
     turn, shift = _median(data.angle_changes_deg), _median(data.shift_changes_angst)
     moved = []
     if turn is not None:
@@ -242,7 +247,8 @@ def _tiles(data: ReportData) -> list[tuple[str, str]]:
         box, pixel = data.average.box_size, data.average.pixel_size_angst
         tiles.append((f"{box} \u00d7 {pixel:.4g} \u00c5", "box \u00d7 voxel"))
     if data.wall_seconds is not None:
-        tiles.append((_duration(data.wall_seconds), "from start to end"))
+        label = f"in all, resumed {_plural(data.resumed, 'time', 'times')}" if data.resumed else "from start to end"
+        tiles.append((_duration(data.wall_seconds), label))
     return tiles
 
 

@@ -70,7 +70,7 @@ def test_run_folder(tiny, align):
     assert f"Resolution {summary['resolution_angst']:.1f} A" in result.stdout and "6 + 6 particles" in result.stdout
     assert len(summary["iterations"]) == 2 and summary["used"] == 12
     provenance = json.loads((run / "provenance.json").read_text())
-    assert provenance["packages"]["numpy"] == np.__version__ and provenance["wall_seconds"] > 0
+    assert provenance["packages"]["numpy"] == np.__version__ and provenance["commands"][0]["wall_seconds"] > 0
     assert tomllib.loads((run / "job.toml").read_text())["particle_diameter_angst"] == 200.0
     for line in (run / "events.jsonl").read_text().splitlines():
         json.loads(line)
@@ -185,6 +185,38 @@ def test_resume_from_another_folder(tiny, invoke, no_report, monkeypatch):
     for iterations in (2, 3):  # the second time the run has been in both folders
         result = invoke("align", "-o", "run", "--resume", "--iterations", iterations)
         assert result.exit_code == 0, result.output
+
+
+def test_a_resumed_run_is_reported_whole(tiny, align, invoke, monkeypatch):
+    """Time, workers and commands of all its legs, of one that was interrupted too; what a killed one took is not known."""
+    run = tiny.folder.parent / "run"
+
+    def provenance():
+        return json.loads((run / "provenance.json").read_text())
+
+    monkeypatch.setattr(sys, "argv", ["numba-glocal", "first"])
+    assert align(iterations=1).exit_code == 0
+    monkeypatch.setattr(sys, "argv", ["numba-glocal", "second"])
+    with monkeypatch.context() as stopping:
+        stopping.setattr(RunFolder, "write_particles", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert invoke("align", "-o", run, "--resume", "--iterations", 3).exit_code == 130
+    stored = provenance()
+    assert [leg["command"] for leg in stored["commands"]] == ["numba-glocal first", "numba-glocal second"]
+    assert all(leg["wall_seconds"] > 0 for leg in stored["commands"])
+    for number, leg in enumerate(stored["commands"]):  # made up, to add in the head; workers as a pool would have told
+        leg |= {"wall_seconds": (1000.0, 200.0)[number], "workers": [{"name": "worker 0", "device": "CPU", "particles": 7, "busy_seconds": 5.0}]}
+    stored["commands"].append({"command": "numba-glocal killed", "date": "then", "wall_seconds": None, "workers": []})
+    (run / "provenance.json").write_text(json.dumps(stored))
+    result = invoke("align", "-o", run, "--resume", "--iterations", 2)
+    assert result.exit_code == 0, result.output
+    last = provenance()["commands"][-1]["wall_seconds"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert 0 < last < 200 and summary["wall_seconds"] == pytest.approx(1200 + last) and summary["resumed"] == 3
+    assert summary["workers"] == [{"name": "worker 0", "device": "CPU", "particles": 14, "busy_seconds": 10.0}]
+    assert f"({1200 + last:.1f} s in all, resumed 3 times)" in result.stdout
+    page = (run / "report.html").read_text()
+    for words in ("20 min", "resumed 3 times", "numba-glocal first", "1000.0 s)", "killed (then, killed)"):
+        assert words in page, words
 
 
 @pytest.fixture
