@@ -123,6 +123,8 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     mask, mask_name, particle_mask, diameter, source = _masks(settings, grid)
     if settings.mask is not None:
         warnings += _off_centre(mask, grid, settings.mask)
+    elif settings.particle_diameter_angst is not None:
+        warnings += _beyond_box(settings, grid)
     tilt_range = None
     if any(path is None for path in particles.weight_paths):
         if settings.tilt_range_deg is not None:
@@ -218,6 +220,22 @@ def _off_centre(mask: NDArray[np.float32], grid: Grid, name: str) -> list[str]:
     return [
         f"{name}: its centre of mass is {offset * pixel:.0f} A from the centre of the box, its own diameter (of a sphere as large)"
         f" {diameter * pixel:.0f} A, the box {len(mask) * pixel:.0f} A: particles turn about the centre of the box, where the particle should be"
+    ]
+
+
+def _beyond_box(settings: AlignSettings | AverageSettings, grid: Grid) -> list[str]:
+    """A line where the sphere with its edge does not fit the box, which then cuts it."""
+    assert settings.particle_diameter_angst is not None
+    half_box_angst = 0.5 * grid.binned_box_size * grid.binned_pixel_size_angst
+    edge_angst = settings.soft_edge_voxels * grid.binned_pixel_size_angst
+    reach = 0.5 * settings.particle_diameter_angst + edge_angst
+    if reach <= half_box_angst * (1.0 + 1e-9):
+        return []
+    fits = 2.0 * (half_box_angst - edge_angst)
+    smaller = f"at most {fits:.4g} A, " if fits >= _LEAST_DIAMETER_VOXELS * grid.binned_pixel_size_angst else ""
+    return [
+        f"--particle-diameter {settings.particle_diameter_angst:g} A and its soft edge of {settings.soft_edge_voxels:g} voxels reach {reach:.4g} A"
+        f" from the centre, the box only {half_box_angst:.4g} A: the box cuts the mask off; expected {smaller}a smaller --soft-edge, or a larger box"
     ]
 
 

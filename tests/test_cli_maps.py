@@ -104,6 +104,12 @@ def test_mask_sphere_in_angstrom(tmp_path):
     np.testing.assert_allclose(line[:12], [1] * 9 + [0.5] + [0] * 2, atol=1e-5)  # radius 8 voxels, edge 2
 
 
+@pytest.mark.parametrize(("diameter", "warned"), [(400, True), (200, False)])  # the box's diagonal is 208 A
+def test_a_mask_that_fills_the_box_is_said(diameter, warned, tmp_path):
+    result = run("mask", "sphere", "--diameter", diameter, "--box", 24, "--pixel-size", 5, "--soft-edge", 0, "-o", tmp_path / "m.mrc")
+    assert result.exit_code == 0 and ("warning" in result.stderr and "fills the whole box" in result.stderr) == warned
+
+
 def test_mask_cylinder_like_a_map(halves, tmp_path):
     result = run("mask", "cylinder", "--diameter", 50, "--height", 100, "--like", halves[0], "--soft-edge", 0, "-o", tmp_path / "m.mrc")
     assert result.exit_code == 0, result.output

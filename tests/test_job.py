@@ -99,6 +99,26 @@ def test_a_mask_need_not_be_spherical_and_the_particles_sphere_holds_it(made, tm
 
 
 @pytest.mark.parametrize(
+    ("options", "reach"),
+    [
+        ({"particle_diameter_angst": 160.0}, None),  # 80 + 5 * 16 = 160, half of 20 * 16
+        ({"particle_diameter_angst": 170.0}, 165),
+        ({"particle_diameter_angst": 170.0, "soft_edge_voxels": 4.0}, None),
+        ({"particle_diameter_angst": 170.0, "soft_edge_voxels": 4.0, "binning": 1.25}, 165),  # 85 + 4 * 20; the box stays 320 A
+        ({}, None),  # nobody asked for a diameter
+    ],
+)
+def test_a_sphere_that_the_box_cuts_is_said(made, options, reach):
+    lines = job(made, **options).warnings
+    assert len(lines) == (reach is not None)
+    if reach:
+        assert f"reach {reach} A from the centre, the box only 160 A" in lines[0]
+        fits = float(re.search(r"expected at most (\d+) A,", lines[0]).group(1))
+        assert not job(made, **(options | {"particle_diameter_angst": fits})).warnings
+        assert job(made, **(options | {"particle_diameter_angst": fits + 1})).warnings
+
+
+@pytest.mark.parametrize(
     ("radius", "offset", "warned"),
     [
         (4, (0, 0, 0), False),

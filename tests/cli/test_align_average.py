@@ -91,7 +91,7 @@ def test_run_folder(tiny, align):
 
 
 def test_quiet_says_nothing(tiny, align):
-    result = align("--quiet", "--initial-lowpass", 100, iterations=1)
+    result = align("--quiet", "--initial-lowpass", 100, "--soft-edge", 3, iterations=1)
     assert result.exit_code == 0 and result.output == ""
 
 
@@ -99,7 +99,7 @@ def test_many_unusable_particles_are_no_flood(tiny, align, no_report):
     for index in range(1, 13):
         with mrcfile.open(tiny.folder / "subtomo" / f"particle_{index:05d}.mrc", "r+") as file:
             file.data[:] = 0
-    result = align("--max-bad", 12)
+    result = align("--max-bad", 12, "--soft-edge", 3)
     warned = [line for line in result.stderr.splitlines() if "warning" in line]
     assert result.exit_code == 2 and len(warned) == 11 and "log.txt" in warned[-1]
     assert (tiny.folder.parent / "run" / "log.txt").read_text().count("is left out") == 12
