@@ -234,7 +234,15 @@ class Refinement:
             self._write_references(folder, sums, fsc)
             self.folder.write_maps(folder, half_maps, fsc, settings.fsc_criterion)
             state = replace_state(state, k_max=self._next_band(state.k_max, fsc, ceiling=k_max))
+        self._show_start(folder)
         return state
+
+    def _show_start(self, folder: Path) -> None:
+        """The start references as maps, to be looked at: one where both halves start from the same."""
+        first, second = (np.load(folder / f"reference{half}.npy") for half in HALVES)
+        maps = {"start_map.mrc": first} if np.array_equal(first, second) else {"start_map1.mrc": first, "start_map2.mrc": second}
+        for name, data in maps.items():
+            write_volume(folder / name, Volume(data, self.job.grid.binned_pixel_size_angst))
 
     def _start_scale(self, state: RunState, files: dict[int, ReferenceFile]) -> float:
         """Grey units of the particles over those of the start map, from a search of some particles; refuses inverted contrast.

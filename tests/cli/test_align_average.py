@@ -15,6 +15,7 @@ import gemmi
 import mrcfile
 import numpy as np
 import pytest
+from scipy import ndimage
 
 from numba_glocal.results import RunFolder
 
@@ -62,6 +63,13 @@ def test_run_folder(tiny, align):
     assert names >= FINAL | RECORD | {"iter_001", "iter_002"}
     assert {path.name for path in (run / "iter_001").iterdir()} >= {"particles.star", "half1.mrc", "half2.mrc", "fsc.star"}
     assert not list(run.rglob("*.part")) and not list(run.rglob("*.tmp"))
+    # what it started from can be looked at: the reference without what is finer than 50 A, masked
+    with mrcfile.open(run / "iter_000" / "start_map.mrc") as file:
+        start, voxel = np.array(file.data), float(file.voxel_size.x)
+    blurred = ndimage.gaussian_filter(mrcfile.read(tiny.reference), 1.0)
+    inside = mrcfile.read(run / "mask.mrc") == 1
+    assert voxel == pytest.approx(16.0) and start.max() > 0 and np.corrcoef(start[inside], blurred[inside])[0, 1] > 0.95
+    assert not start[mrcfile.read(run / "mask.mrc") == 0].any()
     # every iteration says what it reached, and the log keeps it
     reached = [line for line in result.stderr.splitlines() if re.match(r"iteration \d: resolution [\d.]+ A", line)]
     assert len(reached) == 2 and all(line in (run / "log.txt").read_text() for line in reached)
@@ -306,6 +314,7 @@ def test_start_from_the_given_poses(tiny, invoke, no_report):
     assert result.exit_code == 0, result.output
     references = [np.load(tiny.folder.parent / "run" / "iter_000" / f"reference{half}.npy") for half in (1, 2)]
     assert not np.allclose(*references)
+    assert sorted(path.name for path in (tiny.folder.parent / "run" / "iter_000").glob("start_map*")) == ["start_map1.mrc", "start_map2.mrc"]
     assert rows(result.stdout)["start map"] == "average of the given poses"
 
 
