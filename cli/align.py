@@ -96,7 +96,10 @@ def align_command(
             folder.check_new(inputs)
         elif not dry_run:
             until_the_end.enter_context(folder.held())  # before anything is read that a live run may be writing
-        goes_on = resume and folder.last_state() is not None
+        state = folder.last_state() if resume else None
+        goes_on = state is not None
+        if state is not None:
+            folder.check_unfinished(state, settings.iterations)
         if resume and not goes_on:
             note(f"--resume: {folder.path} {_BEGINS_AGAIN}")
         plan = choose_workers(settings)
@@ -141,6 +144,8 @@ def _settings(
     if resume:
         if output is None:
             raise SettingsError("--resume needs the run's folder: -o FOLDER")
+        if not (output / "job.toml").is_file():
+            raise SettingsError(f"--resume: no run in {output} (there is no job.toml); expected the folder of a run that was stopped")
         base = read_job_file(output / "job.toml")
         started_in = RunFolder(output).started_in()
         for key in _PATHS & base.keys():  # they were meant from there, wherever we are now

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from numba_glocal import __version__
 from numba_glocal.alignment import SearchPlan, search_levels
 from numba_glocal.backends.protocols import SearchLevel
 from numba_glocal.devices import memory_bytes, resolve_gpus
@@ -266,6 +267,12 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
     try:
         folder.begin_leg()
         folder.event("start", command=command)
+        halves = [int((job.particles.half == h).sum()) for h in (1, 2)]
+        logging.getLogger(f"{_LOG}.plan").info(
+            "numba-glocal %s %s: %s, %d + %d particles, %s on %s",
+            *(__version__, command, job.settings.particles, *halves),
+            *(plural(plan.workers, "worker"), ", ".join(f"GPU {gpu}" for gpu in plan.gpu_ids) or "the CPU"),
+        )
         for line in job.warnings:  # shown already
             logging.getLogger(f"{_LOG}.plan").warning(line)
         with make_executor(
@@ -284,6 +291,8 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
         seconds = time.perf_counter() - begun
         for line in result.warnings:  # shown with the result
             logging.getLogger(f"{_LOG}.result").warning(line)
+        reached = f"resolution {result.crossing.resolution_angst:.1f} A" if result.crossing.shell > 0 else "no resolution"
+        logging.getLogger(f"{_LOG}.result").info("%s at FSC %g, done in %.1f s", reached, job.settings.fsc_criterion, seconds)
         state = folder.last_state()
         folder.end_leg(seconds, done())
         _write_summary(job, folder, command, result, state)

@@ -112,6 +112,9 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     warnings += notes
     particles = particles.with_half(half)
     if settings.subset is not None:
+        sizes = [int(np.count_nonzero(half == h)) for h in (1, 2)]
+        if settings.subset > min(sizes):
+            warnings.append(f"--subset {settings.subset}: the half-sets have {sizes[0]} and {sizes[1]} particles; smaller ones are taken whole")
         rows = np.sort(np.concatenate([np.flatnonzero(half == h)[: settings.subset] for h in (1, 2)]))
         particles = particles.take(rows)
     box = particles.box_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,7 +177,7 @@ def render_report(data: ReportData) -> str:
         version=__version__,
         tiles=_tiles(data),
         summary=summarise(data),
-        warnings=[*_own_warnings(data), *data.warnings],
+        warnings=[_sentence(line) for line in (*_own_warnings(data), *data.warnings)],
         criterion=f"{data.criterion:g}",
         fsc_image=_png(_fsc_figure(data.fsc, data.criterion)) if data.fsc is not None else "",
         resolutions=_resolutions(data),
@@ -495,6 +496,11 @@ def _median(values: FloatArray | None) -> float | None:
 
 def _angst(value: float) -> str:
     return f"{value:.3g} \u00c5" if math.isfinite(value) else "none"
+
+
+def _sentence(line: str) -> str:
+    """A capital where a line begins with a word; names of files and options stay as they are."""
+    return line[0].upper() + line[1:] if re.match(r"[a-z]+(-[a-z]+)*:?\s", line) else line
 
 
 def _duration(seconds: float) -> str:

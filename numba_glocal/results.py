@@ -301,6 +301,17 @@ class RunFolder:
 
     # -- iterations --------------------------------------------------------------------------------------------------
 
+    def check_unfinished(self, state: RunState, iterations: int) -> None:
+        """Refuses to go on with a run that has all its iterations and results.
+
+        Raises
+        ------
+        SettingsError
+            `state` is not before the last of `iterations`, and nothing else is missing.
+        """
+        if state.iteration > iterations or (state.iteration == iterations and self.is_complete(state)):
+            raise SettingsError(f"{self.path} already has {state.iteration} finished iterations; expected more --iterations to go on")
+
     def write_maps(self, folder: Path, half_maps: tuple[NDArray[np.float32], NDArray[np.float32]], fsc: FSCCurve, criterion: float) -> None:
         """Half-maps and FSC of an iteration or of the run."""
         folder.mkdir(parents=True, exist_ok=True)

@@ -219,6 +219,11 @@ def test_a_resumed_run_does_not_need_the_start_map(made, tmp_path):
 
 def test_subset_and_tolerance(made):
     assert [int((job(made, subset=4).particles.half == h).sum()) for h in (1, 2)] == [4, 4]
+    halves = [int((job(made).particles.half == h).sum()) for h in (1, 2)]
+    assert not job(made, subset=min(halves)).warnings
+    larger = job(made, subset=max(halves) + 1)
+    assert f"--subset {max(halves) + 1}: the half-sets have {halves[0]} and {halves[1]} particles" in larger.warnings[0]
+    assert len(larger.particles) == sum(halves)
     assert job(made).max_bad == 3 and job(made, max_bad=0).max_bad == 0
 
 

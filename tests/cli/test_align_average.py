@@ -180,8 +180,9 @@ def test_an_extended_run_stopped_at_its_end_is_finished_by_resume(tiny, align, i
         (run / name).write_bytes(data)
     assert invoke("align", "-o", run, "--resume").exit_code == 0
     assert (run / "particles.star").read_bytes() == new != old["particles.star"]
-    result = invoke("align", "-o", run, "--resume")
-    assert result.exit_code == 2 and "already has 2" in result.stderr
+    for more in ([], ["--iterations", 1], ["--dry-run"]):  # before anything is planned or started
+        result = invoke("align", "-o", run, "--resume", *more)
+        assert result.exit_code == 2 and "already has 2" in result.stderr and result.stdout == "" and len(result.stderr.splitlines()) == 1
 
 
 def test_resume_from_another_folder(tiny, invoke, no_report, monkeypatch):
@@ -208,6 +209,8 @@ def test_a_resumed_run_is_reported_whole(tiny, align, invoke, monkeypatch):
     with monkeypatch.context() as stopping:
         stopping.setattr(RunFolder, "write_particles", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert invoke("align", "-o", run, "--resume", "--iterations", 3).exit_code == 130
+    log = (run / "log.txt").read_text()
+    assert "interrupted" in log.splitlines()[-1] and "Traceback" not in log
     stored = provenance()
     assert [leg["command"] for leg in stored["commands"]] == ["numba-glocal first", "numba-glocal second"]
     assert all(leg["wall_seconds"] > 0 for leg in stored["commands"])
@@ -305,7 +308,19 @@ def test_every_shift_at_its_limit(tiny, align):
 
 def test_average_does_not_call_itself_align(tiny, invoke, no_report):
     assert invoke("average", tiny.list, "-o", tiny.folder.parent / "run").exit_code == 0
-    assert "align" not in (tiny.folder.parent / "run" / "job.toml").read_text().splitlines()[0]
+    run = tiny.folder.parent / "run"
+    assert "align" not in (run / "job.toml").read_text().splitlines()[0]
+    log = (run / "log.txt").read_text()
+    assert "average: " in log and "6 + 6 particles" in log and re.search(r"resolution [\d.]+ A at FSC 0.143, done in", log)
+
+
+def test_the_job_file_runs_again_as_its_comment_says(tiny, align, invoke, no_report):
+    assert align(iterations=1).exit_code == 0
+    run, other = tiny.folder.parent / "run", tiny.folder.parent / "other"
+    command = re.search(r"`numba-glocal (.*)`", (run / "job.toml").read_text().splitlines()[0]).group(1)
+    words = [{"THIS_FILE": run / "job.toml", "NEW_FOLDER": other}.get(word, word) for word in command.split()]
+    assert invoke(*words).exit_code == 0
+    assert (other / "particles.star").read_bytes() == (run / "particles.star").read_bytes()
 
 
 def test_start_from_the_given_poses(tiny, invoke, no_report):

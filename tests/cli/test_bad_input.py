@@ -90,7 +90,7 @@ REFUSED = {
     "output is the list": (lambda t: ["-o", t.list], "input"),
     "output is the folder of the particles": (lambda t: ["-o", t.folder], "not empty"),
     "output is the reference": (lambda t: ["-o", t.reference], "input"),
-    "resume of nothing": (lambda t: ["--resume"], "job.toml"),
+    "resume of nothing": (lambda t: ["--resume"], "no run in "),
     # workers
     "GPUs that are not there": (lambda t: ["--gpus", "7"], "GPU 7 was asked for"),
     "GPU is a word": (lambda t: ["--gpus", "fast"], "fast"),
@@ -241,7 +241,8 @@ def test_too_many_unusable_particles(command, tiny, invoke):
     result = run_it(invoke, tiny, command=command)
     one_line(result, "4 particles", "at most 3", "--max-bad", particle(tiny, 0).name, "constant")
     run = tiny.folder.parent / "run"
-    assert "Traceback" in (run / "log.txt").read_text()
+    log = (run / "log.txt").read_text()
+    assert "Traceback" not in log and "stopped by an error: 4 particles cannot be used" in log
     assert not list(run.glob("*.mrc")) and not (run / "particles.star").exists()
 
 
