@@ -29,7 +29,7 @@ from .options import (
     wedge_options,
     worker_options,
 )
-from .running import choose_workers, input_paths, plan_facts, run_job, shown_warnings
+from .running import choose_workers, input_paths, new_folder, plan_facts, run_job, shown_warnings
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(AlignSettings)}
 _CHANGEABLE_ON_RESUME = {"iterations", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "gpu_memory_gib", "max_bad", "output"}
@@ -99,7 +99,10 @@ def align_command(
             folder.check_new(inputs)
         elif not dry_run:
             until_the_end.enter_context(folder.held())  # before anything is read that a live run may be writing
-        goes_on = resume and folder.last_state() is not None
+        state = folder.last_state() if resume else None
+        goes_on = state is not None
+        if state is not None:
+            folder.check_unfinished(state, settings.iterations)
         if resume and not goes_on:
             note(f"--resume: {folder.path} {_BEGINS_AGAIN}")
         plan = choose_workers(settings)
@@ -110,10 +113,10 @@ def align_command(
         if dry_run:
             say("Dry run: nothing was written.")
             return
-        if not resume:
-            folder.make(inputs)
-            until_the_end.enter_context(folder.held())
-        folder.write_job(settings)
+        if resume:
+            folder.write_job(settings)
+        else:
+            until_the_end.enter_context(new_folder(folder, inputs, settings))
 
         def work(executor: Any) -> RunResult:
             if resume and not goes_on:
@@ -144,6 +147,8 @@ def _settings(
     if resume:
         if output is None:
             raise SettingsError("--resume needs the run's folder: -o FOLDER")
+        if not (output / "job.toml").is_file():
+            raise SettingsError(f"--resume: no run in {output} (there is no job.toml); expected the folder of a run that was stopped")
         base = read_job_file(output / "job.toml")
         started_in = RunFolder(output).started_in()
         for key in _PATHS & base.keys():  # they were meant from there, wherever we are now

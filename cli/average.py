@@ -26,7 +26,7 @@ from .options import (
     wedge_options,
     worker_options,
 )
-from .running import choose_workers, input_paths, plan_facts, run_job, shown_warnings
+from .running import choose_workers, input_paths, new_folder, plan_facts, run_job, shown_warnings
 
 
 @click.command("average")
@@ -72,7 +72,5 @@ def average_command(particles: Path, output: Path, mask: Path | None, dry_run: b
         if dry_run:
             say("Dry run: nothing was written.")
             return
-        folder.make(inputs)
-        with folder.held():
-            folder.write_job(settings)
+        with new_folder(folder, inputs, settings):
             run_job(job, plan, folder, "average", lambda executor: average_run(job, executor, folder, Stage, plan.chunk_limit))

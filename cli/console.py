@@ -151,7 +151,9 @@ class Stage:
         return time.perf_counter() - self._start_s
 
     def _rate_text(self) -> str:
-        return f"{self.done / max(self.seconds, 1e-9):.3g} {self.unit}/s"
+        rate = self.done / max(self.seconds, 1e-9)
+        three_digits = f"{rate:.3g}"
+        return f"{three_digits if rate < 999.5 else format(float(three_digits), ',.0f')} {self.unit}/s"
 
     def _open_bar(self) -> None:
         from rich.console import Console

@@ -34,7 +34,7 @@ def demo_command(ctx: click.Context, output: Path, count: int, cpu_procs: int | 
         particles=made.start,
         output=run,
         reference=str(made.reference),
-        particle_diameter_angst=320.0,
+        particle_diameter_angst=300.0,
         iterations=3,
         cpu_procs=cpu_procs,
     )

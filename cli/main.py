@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib
 import io
@@ -61,6 +62,12 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            ctx.fail(f"No such command '{args[0]}'." + (f" Did you mean '{near[0]}'?" if near else ""))
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
@@ -84,11 +91,11 @@ class LazyGroup(click.Group):
             error.show()
             sys.exit(error.exit_code)
         except (click.Abort, KeyboardInterrupt):
-            _log_exception("interrupted")
+            _log("interrupted")
             _complain("interrupted")
             sys.exit(EXIT_INTERRUPTED)
         except GlocalError as error:
-            _log_exception("stopped by an error", getattr(error, "traceback_text", ""))
+            _log(f"stopped by an error: {_one_line(error)}", getattr(error, "traceback_text", ""))
             _complain(f"error: {_one_line(error)}")
             sys.exit(EXIT_BAD_INPUT)
         except BrokenPipeError:  # `numba-glocal ... | head`
@@ -97,8 +104,9 @@ class LazyGroup(click.Group):
         except OSError as error:
             if error.errno not in _DISK_ERRORS:
                 _end_unexpected(error)
-            _log_exception("stopped by an error")
-            _complain(f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror}")
+            line = f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror}"
+            _log(f"stopped by an {line}")
+            _complain(line)
             sys.exit(EXIT_BAD_INPUT)
         except Exception as error:
             _end_unexpected(error)
@@ -128,7 +136,7 @@ def _make_streams_safe() -> None:
 
 
 def _end_unexpected(error: Exception) -> NoReturn:
-    place = _log_exception("unexpected error") or _save_traceback()
+    place = _log("unexpected error", with_traceback=True) or _save_traceback()
     _complain(f"unexpected error: {type(error).__name__}: {_one_line(error)} (the traceback is in {place})")
     sys.exit(EXIT_ERROR)
 
@@ -141,8 +149,8 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _log_exception(text: str, worker_traceback: str = "") -> str:
-    """Write the current exception to the run's log file and return its name; empty when the run has none."""
+def _log(text: str, worker_traceback: str = "", with_traceback: bool = False) -> str:
+    """Write how the run ended to its log file and return the file's name; empty when there is none. The unexpected is written with traceback."""
     log = logging.getLogger("numba_glocal")
     files = [handler.baseFilename for handler in log.handlers if isinstance(handler, logging.FileHandler)]
     if not files:
@@ -153,7 +161,7 @@ def _log_exception(text: str, worker_traceback: str = "") -> str:
     try:
         for handler in others:
             log.removeHandler(handler)
-        log.error(f"{text}\n{worker_traceback}".rstrip(), exc_info=True)
+        log.error(f"{text}\n{worker_traceback}".rstrip(), exc_info=with_traceback)
     finally:
         for handler in others:
             log.addHandler(handler)

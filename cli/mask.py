@@ -14,7 +14,7 @@ from numba_glocal.io.volumes import read_volume, write_volume
 from numba_glocal.masks import cylinder_mask, spherical_mask, threshold_mask
 from numba_glocal.values import Volume
 
-from .console import say
+from .console import say, warn
 from .options import PATH, together
 from .outputs import check_output_file, overwrite_option
 
@@ -145,6 +145,9 @@ def _edge(soft_edge_angst: float | None, pixel_size_angst: float) -> float:
 def _write(output: Path, mask: NDArray[np.float32], pixel_size_angst: float) -> None:
     if not mask.any():
         raise SettingsError(f"{output}: expected a mask with voxels above 0; all of it lies outside the box of {mask.shape[0]} voxels")
+    if mask.min() > 0.999:
+        edge = f"{len(mask) * pixel_size_angst:.4g} A"
+        warn(f"{output}: the mask fills the whole box of {edge}, so that it masks nothing; expected a smaller one")
     write_volume(output, Volume(mask, pixel_size_angst))
     share = 100.0 * float(mask.mean(dtype=np.float64))
     say(f"wrote {output}: box {mask.shape[0]}, pixel {pixel_size_angst:.6g} A, {share:.1f} % of the box")

@@ -8,11 +8,12 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from numba_glocal import __version__
 from numba_glocal.alignment import SearchPlan, search_levels
 from numba_glocal.averaging import warm_up as warm_up_maps
 from numba_glocal.backends.protocols import SearchLevel
@@ -26,7 +27,7 @@ from numba_glocal.fourier import padded_offset
 from numba_glocal.job import Job, largest_chunk, particle_bytes
 from numba_glocal.refinement import RunResult
 from numba_glocal.report import WorkerSummary, write_report
-from numba_glocal.results import RunFolder, RunState, load_report_data
+from numba_glocal.results import RunFolder, RunState, load_report_data, total_of_legs
 from numba_glocal.settings import AlignSettings, AverageSettings
 
 from .console import detail, gibibytes, note, say, warn
@@ -277,9 +278,18 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
         else:
             detail(f"worker {event.worker}: {event.kind} (pid {event.pid}) {event.about or ''}".rstrip())
 
+    def done() -> list[WorkerSummary]:
+        return [tallies[index] for index in sorted(tallies)]
+
     try:
-        folder.write_provenance()
+        folder.begin_leg()
         folder.event("start", command=command)
+        halves = [int((job.particles.half == h).sum()) for h in (1, 2)]
+        logging.getLogger(f"{_LOG}.plan").info(
+            "numba-glocal %s %s: %s, %d + %d particles, %s on %s",
+            *(__version__, command, job.settings.particles, *halves),
+            *(plural(plan.workers, "worker"), ", ".join(f"GPU {gpu}" for gpu in plan.gpu_ids) or "the CPU"),
+        )
         for line in job.warnings:  # shown already
             logging.getLogger(f"{_LOG}.plan").warning(line)
         with make_executor(
@@ -299,13 +309,19 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
         seconds = time.perf_counter() - begun
         for line in result.warnings:  # shown with the result
             logging.getLogger(f"{_LOG}.result").warning(line)
+        reached = f"resolution {result.crossing.resolution_angst:.1f} A" if result.crossing.shell > 0 else "no resolution"
+        logging.getLogger(f"{_LOG}.result").info("%s at FSC %g, done in %.1f s", reached, job.settings.fsc_criterion, seconds)
         state = folder.last_state()
-        _write_summary(job, folder, command, result, state, [tallies[index] for index in sorted(tallies)], seconds)
-        folder.write_provenance(wall_seconds=round(seconds, 2))
+        folder.end_leg(seconds, done())
+        _write_summary(job, folder, command, result, state)
         write_report(folder.path, load_report_data(folder.path))
         folder.event("end", seconds=round(seconds, 2))
         _say_result(folder, result, state, seconds, job)
         return result
+    except BaseException:
+        with suppress(Exception):  # the disk may be what stopped the run
+            folder.end_leg(time.perf_counter() - begun, done())
+        raise
     finally:
         log.removeHandler(shown)
         if sys.exc_info()[0] is None:  # else the command group still writes the traceback
@@ -313,10 +329,10 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
             handler.close()
 
 
-def _write_summary(
-    job: Job, folder: RunFolder, command: str, result: RunResult, state: RunState | None, workers: list[WorkerSummary], seconds: float
-) -> None:
+def _write_summary(job: Job, folder: RunFolder, command: str, result: RunResult, state: RunState | None) -> None:
     settings = job.settings
+    legs = folder.legs()
+    seconds, workers = total_of_legs(legs)
     folder.write_json(
         "summary.json",
         {
@@ -333,6 +349,7 @@ def _write_summary(
             "bad": [(job.particles.names[row], reason) for row, reason in sorted(result.bad.items())],
             "warnings": [*job.warnings, *result.warnings],
             "wall_seconds": seconds,
+            "resumed": len(legs) - 1,
             "settings": {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)},
         },
     )
@@ -354,8 +371,23 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
         say(f"Median change of the last iteration: {last['angle_change_deg']:.2f} degrees, {last['shift_change_angst']:.2f} A.")
     if result.bad:
         say(f"Left out: {plural(len(result.bad), 'particle')} that cannot be used, listed in the report and in log.txt.")
-    say(f"{result.half_counts[0]} + {result.half_counts[1]} particles, {seconds:.1f} s. Results in {folder.path}: average.mrc, half1.mrc, half2.mrc,")
-    say("particles.star, fsc.star, report.html")
+    legs = folder.legs()
+    in_all = f" ({total_of_legs(legs)[0]:.1f} s in all, resumed {plural(len(legs) - 1, 'time')})" if len(legs) > 1 else ""
+    say(f"{result.half_counts[0]} + {result.half_counts[1]} particles, {seconds:.1f} s{in_all}.")
+    say(f"Results in {folder.path}: average.mrc, half1.mrc, half2.mrc, particles.star, fsc.star, report.html")
+
+
+@contextmanager
+def new_folder(folder: RunFolder, inputs: list[Path], settings: AlignSettings | AverageSettings) -> Iterator[None]:
+    """The folder of a new run, made, held by this process and with its job file; what a run left that finished nothing is replaced."""
+    folder.make(inputs)
+    with folder.held():
+        folder.check_new(inputs)  # again: now nobody else writes there
+        if folder.leftovers():
+            note(f"{folder.path} holds a run that finished no iteration; it is replaced")
+            folder.clear()
+        folder.write_job(settings)
+        yield
 
 
 def input_paths(*inputs: str | None) -> list[Path]:

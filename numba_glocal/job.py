@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings as python_warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backends.protocols import Grid, ParticleMask
-from .errors import SettingsError, VolumeError
+from .errors import SettingsError, VolumeError, plural
 from .execution.tasks import Chunk
 from .filters import lowpass
 from .fourier import grid_shells, max_band, padded_offset
 from .half_sets import assign_half_sets
 from .io import read_particles, read_volume
+from .io.pixel_size import SAME_PIXEL_SIZE
 from .masks import check_mask, mask_offset_voxels, spherical_mask
 from .particles import ParticleReader, TiltRange, fourier_crop
 from .settings import AlignSettings, AverageSettings
@@ -102,11 +106,15 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     """
     warnings: list[str] = []
     premultiplied = settings.premultiplied if isinstance(settings, AverageSettings) else None
-    particles = read_particles(Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, premultiplied=premultiplied)
+    with _kept_in(warnings):
+        particles = read_particles(Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, premultiplied=premultiplied)
     half, notes = assign_half_sets(particles, settings.split, settings.seed)
     warnings += notes
     particles = particles.with_half(half)
     if settings.subset is not None:
+        sizes = [int(np.count_nonzero(half == h)) for h in (1, 2)]
+        if settings.subset > min(sizes):
+            warnings.append(f"--subset {settings.subset}: the half-sets have {sizes[0]} and {sizes[1]} particles; smaller ones are taken whole")
         rows = np.sort(np.concatenate([np.flatnonzero(half == h)[: settings.subset] for h in (1, 2)]))
         particles = particles.take(rows)
     box = particles.box_size
@@ -118,6 +126,8 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     mask, mask_name, particle_mask, diameter, source = _masks(settings, grid)
     if settings.mask is not None:
         warnings += _off_centre(mask, grid, settings.mask)
+    elif settings.particle_diameter_angst is not None:
+        warnings += _beyond_box(settings, grid)
     tilt_range = None
     if any(path is None for path in particles.weight_paths):
         if settings.tilt_range_deg is not None:
@@ -146,9 +156,22 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         if settings.score == "flcf" and settings.mask is not None:
             raise SettingsError("--score flcf with a --mask file is not supported yet; expected --score ml or ncc, or a spherical mask")
         if settings.reference is not None and not resume:
-            reference = _start_map(grid, settings.reference, settings.initial_lowpass_angst, warnings)
+            reference = _start_map(grid, settings.reference, settings.initial_lowpass_angst, particles.pixel_size_source)
     _check_weights(particles, reader, k_min, k_limit)
     return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings)
+
+
+@contextmanager
+def _kept_in(lines: list[str]) -> Iterator[None]:
+    """What the readers warn of joins the job's own warnings, which log and report show too."""
+    with python_warnings.catch_warnings(record=True) as caught:
+        python_warnings.simplefilter("always", UserWarning)
+        yield
+    for warning in caught:
+        if issubclass(warning.category, UserWarning):
+            lines.append(" ".join(str(warning.message).split()))
+        else:
+            python_warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def _check_weights(particles: ParticleSet, reader: ParticleReader, k_min: float, k_limit: float) -> None:
@@ -203,16 +226,39 @@ def _off_centre(mask: NDArray[np.float32], grid: Grid, name: str) -> list[str]:
     ]
 
 
-def _start_map(grid: Grid, path: str, lowpass_angst: float, warnings: list[str]) -> NDArray[np.float32]:
+def _beyond_box(settings: AlignSettings | AverageSettings, grid: Grid) -> list[str]:
+    """A line where the sphere with its edge does not fit the box, which then cuts it."""
+    assert settings.particle_diameter_angst is not None
+    half_box_angst = 0.5 * grid.binned_box_size * grid.binned_pixel_size_angst
+    edge_angst = settings.soft_edge_voxels * grid.binned_pixel_size_angst
+    reach = 0.5 * settings.particle_diameter_angst + edge_angst
+    if reach <= half_box_angst * (1.0 + 1e-9):
+        return []
+    fits = 2.0 * (half_box_angst - edge_angst)
+    smaller = f"at most {fits:.4g} A, " if fits >= _LEAST_DIAMETER_VOXELS * grid.binned_pixel_size_angst else ""
+    return [
+        f"--particle-diameter {settings.particle_diameter_angst:g} A and its soft edge of {settings.soft_edge_voxels:g} voxels reach {reach:.4g} A"
+        f" from the centre, the box only {half_box_angst:.4g} A: the box cuts the mask off; expected {smaller}a smaller --soft-edge, or a larger box"
+    ]
+
+
+def _start_map(grid: Grid, path: str, lowpass_angst: float, pixel_size_source: str) -> NDArray[np.float32]:
     """The start map on the worked grid, low-passed."""
     volume = read_volume(Path(path))
     if volume.box_size != grid.box_size:
         raise VolumeError(f"{path}: its box is {volume.box_size}, expected {grid.box_size} as the particles")
-    if not np.isfinite(volume.data).all() or float(np.ptp(volume.data)) == 0.0:
-        raise VolumeError(f"{path}: expected a map, found values that are constant or not finite")
+    unusable = int(np.count_nonzero(~np.isfinite(volume.data)))
+    if unusable:
+        raise VolumeError(f"{path}: expected a map, found values that are not finite (NaN or infinity) in {plural(unusable, 'voxel')}")
+    if float(np.ptp(volume.data)) == 0.0:
+        raise VolumeError(f"{path}: expected a map, found a constant one (every value is {float(volume.data.flat[0]):g})")
     pixel = volume.pixel_size_angst
-    if np.isfinite(pixel) and abs(pixel / grid.pixel_size_angst - 1.0) > 0.02:
-        warnings.append(f"{path}: its header says {pixel:g} A, the particles have {grid.pixel_size_angst:g} A; the map is used as it is")
+    if np.isfinite(pixel) and abs(pixel / grid.pixel_size_angst - 1.0) > SAME_PIXEL_SIZE:
+        raise VolumeError(
+            f"{path}: expected the particles' pixel size of {grid.pixel_size_angst:g} A (from {pixel_size_source}), found {pixel:g} A in its header;"
+            f" resample the map, or where only its header is wrong set that: python -c \"import mrcfile; f = mrcfile.open({path!r}, 'r+');"
+            f' f.voxel_size = {grid.pixel_size_angst:g}; f.close()"'
+        )
     return lowpass(fourier_crop(volume.data, grid.binned_box_size), grid.binned_pixel_size_angst, lowpass_angst)
 
 

@@ -243,7 +243,15 @@ class Refinement:
                 writer.write(self.folder.write_maps, folder, half_maps, fsc, settings.fsc_criterion)
                 self._write_references(folder, sums, fsc, writer)
             state = replace_state(state, k_max=self._next_band(state.k_max, fsc, ceiling=k_max))
+        self._show_start(folder)
         return state
+
+    def _show_start(self, folder: Path) -> None:
+        """The start references as maps, to be looked at: one where both halves start from the same."""
+        first, second = (np.load(folder / f"reference{half}.npy") for half in HALVES)
+        maps = {"start_map.mrc": first} if np.array_equal(first, second) else {"start_map1.mrc": first, "start_map2.mrc": second}
+        for name, data in maps.items():
+            write_volume(folder / name, Volume(data, self.job.grid.binned_pixel_size_angst))
 
     def _start_scale(self, state: RunState, files: dict[int, ReferenceFile]) -> float:
         """Grey units of the particles over those of the start map, from a search of some particles; refuses inverted contrast.
@@ -440,15 +448,14 @@ class Refinement:
             return []
         return [
             f"the resolution of {crossing.resolution_angst:.1f} A is no finer than what the start map brought"
-            f" (--initial-lowpass {settings.initial_lowpass_angst:g}, spread by the mask to {box_angst / brought:.1f} A): both halves were aligned"
-            " to it and agree there even if the particles hold nothing but noise; a coarser --initial-lowpass shows what is in the data"
+            f" (--initial-lowpass {settings.initial_lowpass_angst:g}, spread by the mask to {box_angst / brought:.1f} A): the halves"
+            " would agree there on noise alone. A coarser --initial-lowpass shows what is in the data."
         ]
 
     def _stored_result(self, state: RunState) -> RunResult:
         """Of a run that was stopped between its last iteration and its end."""
         assert isinstance(self.job.settings, AlignSettings)
-        if state.iteration > self.job.settings.iterations or self.folder.is_complete(state):
-            raise SettingsError(f"{self.folder.path} already has {state.iteration} finished iterations; expected more --iterations to go on")
+        self.folder.check_unfinished(state, self.job.settings.iterations)
         folder = self.folder.iteration_folder(state.iteration)
         fsc = self._fsc((read_volume(folder / "half1.mrc").data, read_volume(folder / "half2.mrc").data))
         used = np.delete(self.job.particles.half, list(state.bad))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +108,8 @@ class ReportData:
         True when the run stopped because nothing moved any more.
     wall_seconds : float or None
         Of the whole run.
+    resumed : int
+        How often it was resumed.
     files : mapping of str to str
         File name to what it is.
     settings : mapping
@@ -136,6 +139,7 @@ class ReportData:
     warnings: Sequence[str] = ()
     converged: bool | None = None
     wall_seconds: float | None = None
+    resumed: int = 0
     files: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -173,7 +177,7 @@ def render_report(data: ReportData) -> str:
         version=__version__,
         tiles=_tiles(data),
         summary=summarise(data),
-        warnings=[*_own_warnings(data), *data.warnings],
+        warnings=[_sentence(line) for line in (*_own_warnings(data), *data.warnings)],
         criterion=f"{data.criterion:g}",
         fsc_image=_png(_fsc_figure(data.fsc, data.criterion)) if data.fsc is not None else "",
         resolutions=_resolutions(data),
@@ -217,6 +221,8 @@ def summarise(data: ReportData) -> str:
     if data.iterations:
         ended = {True: ", after which the poses no longer moved", False: "", None: ""}[data.converged]
         sentences.append(f"{_plural(len(data.iterations), 'iteration was', 'iterations were')} run{ended}.")
+    if data.resumed:
+        sentences.append(f"The run was resumed {_plural(data.resumed, 'time', 'times')}; time and workers are those of all its parts.")
     turn, shift = _median(data.angle_changes_deg), _median(data.shift_changes_angst)
     moved = []
     if turn is not None:
@@ -242,7 +248,8 @@ def _tiles(data: ReportData) -> list[tuple[str, str]]:
         box, pixel = data.average.box_size, data.average.pixel_size_angst
         tiles.append((f"{box} \u00d7 {pixel:.4g} \u00c5", "box \u00d7 voxel"))
     if data.wall_seconds is not None:
-        tiles.append((_duration(data.wall_seconds), "from start to end"))
+        label = f"in all, resumed {_plural(data.resumed, 'time', 'times')}" if data.resumed else "from start to end"
+        tiles.append((_duration(data.wall_seconds), label))
     return tiles
 
 
@@ -489,6 +496,11 @@ def _median(values: FloatArray | None) -> float | None:
 
 def _angst(value: float) -> str:
     return f"{value:.3g} \u00c5" if math.isfinite(value) else "none"
+
+
+def _sentence(line: str) -> str:
+    """A capital where a line begins with a word; names of files and options stay as they are."""
+    return line[0].upper() + line[1:] if re.match(r"[a-z]+(-[a-z]+)*:?\s", line) else line
 
 
 def _duration(seconds: float) -> str:

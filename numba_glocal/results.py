@@ -6,12 +6,13 @@ import json
 import math
 import os
 import platform
+import shutil
 import sys
 import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,13 @@ FILES = {
     "provenance.json": "versions, machine, command",
     "log.txt": "what happened",
     "events.jsonl": "the same for programs, a line each",
+}
+
+# what a run folder may hold while no iteration is finished
+_BEFORE_RESULTS = {"job.toml", "provenance.json", "log.txt", "events.jsonl", "start.npz"}
+_OF_ITERATIONS = {
+    *(f"{name}{half}.{suffix}" for name, suffix in (("reference", "npy"), ("half", "mrc"), ("start_map", "mrc")) for half in (1, 2)),
+    *("start_map.mrc", "average.mrc", "fsc.star", "particles.star"),
 }
 
 
@@ -99,7 +107,7 @@ class RunFolder:
         self.path = path
 
     def check_new(self, inputs: list[Path]) -> None:
-        """Refuses a folder that cannot be a new run's.
+        """Refuses a folder that cannot be a new run's: one that is not empty, unless all it holds is a run that finished nothing.
 
         Raises
         ------
@@ -111,7 +119,11 @@ class RunFolder:
                 raise SettingsError(f"--output {self.path} is an input of this run; expected another folder")
         if self.path.exists() and not self.path.is_dir():
             raise SettingsError(f"--output {self.path}: expected a folder, found a file")
-        if self.path.exists() and any(self.path.iterdir()):
+        leftovers = [path.resolve() for path in self.leftovers()]
+        for given in inputs:
+            if any(given.resolve().is_relative_to(path) for path in leftovers):
+                raise SettingsError(f"--output {self.path}: {given} in it is an input of this run; expected another folder")
+        if self.path.exists() and any(path.name != ".lock" for path in self.path.iterdir()) and not leftovers:
             hint = ""
             if self._holds_align():
                 hint = (
@@ -120,6 +132,29 @@ class RunFolder:
                     else "; --resume begins again the run in it, which finished no iteration"
                 )
             raise SettingsError(f"--output {self.path} is not empty; expected a new folder{hint}")
+
+    def leftovers(self) -> list[Path]:
+        """Files and folders of a run that ended before its first result: nothing in them is worth keeping. Empty where there is anything else."""
+        if not (self.path / "provenance.json").is_file():
+            return []
+        found = [path for path in self.path.iterdir() if path.name != ".lock"]
+        started = all(path.name in _BEFORE_RESULTS or path.name.endswith(".part") for path in found if path.is_file())
+        folders = [path for path in found if not path.is_file()]
+        unfinished = all(
+            path.name in ("iter_000", "iter_001")
+            and not path.is_symlink()
+            and all(file.name in _OF_ITERATIONS or file.name.endswith(".part") for file in path.iterdir())
+            for path in folders
+        )
+        return found if started and unfinished else []
+
+    def clear(self) -> None:
+        """Removes `leftovers`; the caller holds the folder."""
+        for path in self.leftovers():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def _holds_align(self) -> bool:
         """Whether the folder is that of an `align` run: one that --resume takes."""
@@ -204,35 +239,56 @@ class RunFolder:
         """``iter_001`` and so on."""
         return self.path / f"iter_{iteration:03d}"
 
-    def write_provenance(self, wall_seconds: float | None = None, **more: Any) -> None:
-        """Versions, machine and command."""
+    def begin_leg(self) -> None:
+        """Writes versions, machine and command; those of the run's earlier legs (before it was resumed) stay in the list ``commands``."""
         packages = {}
         for name in ("numpy", "numba", "scipy", "pyfftw", "mrcfile", "click"):
             try:
                 packages[name] = metadata.version(name)
             except metadata.PackageNotFoundError:
                 packages[name] = "?"
+        leg: dict[str, Any] = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d %H:%M:%S"), "wall_seconds": None, "workers": []}
         self.write_json(
             "provenance.json",
             {
                 "program": f"numba-glocal {__version__}",
-                "command": " ".join(sys.argv),
+                "command": leg["command"],
+                "commands": [*self.legs(), leg],
                 "folder": os.getcwd(),  # relative names of job.toml start here
                 "python": platform.python_version(),
                 "system": platform.platform(),
                 "cores": os.cpu_count(),
                 "packages": packages,
-                "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-                "wall_seconds": wall_seconds,
-                **more,
+                "date": leg["date"],
             },
         )
+
+    def end_leg(self, wall_seconds: float, workers: list[WorkerSummary]) -> None:
+        """Adds to the last leg how long it took and what its workers did, however it ended."""
+        provenance = self._provenance()
+        provenance["commands"][-1] |= {"wall_seconds": round(wall_seconds, 2), "workers": [asdict(worker) for worker in workers]}
+        self.write_json("provenance.json", provenance)
+
+    def legs(self) -> list[dict[str, Any]]:
+        """What the run was started and resumed by: ``command``, ``date``, ``wall_seconds`` (None where it was killed), ``workers``."""
+        provenance = self._provenance()
+        if "commands" not in provenance and "command" in provenance:  # as earlier versions wrote it
+            return [{key: provenance.get(key) for key in ("command", "date", "wall_seconds")} | {"workers": []}]
+        legs: list[dict[str, Any]] = provenance.get("commands", [])
+        return legs
+
+    def _provenance(self) -> dict[str, Any]:
+        try:
+            provenance = json.loads((self.path / "provenance.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return provenance if isinstance(provenance, dict) else {}
 
     def started_in(self) -> Path | None:
         """The folder that the run was started in, where that is known and still there."""
         try:
-            folder = Path(json.loads((self.path / "provenance.json").read_text(encoding="utf-8"))["folder"])
-        except (OSError, ValueError, KeyError, TypeError):
+            folder = Path(self._provenance()["folder"])
+        except (KeyError, TypeError):
             return None
         return folder if folder.is_dir() else None
 
@@ -244,6 +300,17 @@ class RunFolder:
             return False
 
     # -- iterations --------------------------------------------------------------------------------------------------
+
+    def check_unfinished(self, state: RunState, iterations: int) -> None:
+        """Refuses to go on with a run that has all its iterations and results.
+
+        Raises
+        ------
+        SettingsError
+            `state` is not before the last of `iterations`, and nothing else is missing.
+        """
+        if state.iteration > iterations or (state.iteration == iterations and self.is_complete(state)):
+            raise SettingsError(f"{self.path} already has {state.iteration} finished iterations; expected more --iterations to go on")
 
     def write_maps(self, folder: Path, half_maps: tuple[NDArray[np.float32], NDArray[np.float32]], fsc: FSCCurve, criterion: float) -> None:
         """Half-maps and FSC of an iteration or of the run."""
@@ -385,6 +452,32 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
+def total_of_legs(legs: list[dict[str, Any]]) -> tuple[float, list[WorkerSummary]]:
+    """Wall seconds of all legs of a run, and what the workers of the same name and device did in all of them; where that is known."""
+    workers: dict[tuple[str, str], WorkerSummary] = {}
+    for leg in legs:
+        for stored in leg["workers"]:
+            worker = WorkerSummary(**stored)
+            before = workers.get((worker.name, worker.device), WorkerSummary(worker.name, worker.device, 0, 0.0))
+            workers[worker.name, worker.device] = replace(
+                before, particles=before.particles + worker.particles, busy_seconds=before.busy_seconds + worker.busy_seconds
+            )
+    return sum(leg["wall_seconds"] or 0.0 for leg in legs), list(workers.values())
+
+
+def _shown_provenance(folder: RunFolder) -> dict[str, Any]:
+    """Provenance as rows of the report; of a run that was resumed a row for each command."""
+    provenance, legs = folder._provenance(), folder.legs()
+    rows = {key: value for key, value in provenance.items() if not isinstance(value, dict | list)}
+    if len(legs) > 1:
+        for key in ("command", "date", "wall_seconds"):
+            rows.pop(key, None)
+        for number, leg in enumerate(legs, 1):
+            took = "killed" if leg["wall_seconds"] is None else f"{leg['wall_seconds']:.1f} s"
+            rows[f"command {number}"] = f"{leg['command']} ({leg['date']}, {took})"
+    return rows | provenance.get("packages", {})
+
+
 def load_report_data(run: Path) -> ReportData:
     """What the report of a run shows, from its folder alone.
 
@@ -414,7 +507,6 @@ def load_report_data(run: Path) -> ReportData:
                 optional["angle_changes_deg"] = angle_between_deg(start["rotations"], state.poses.rotations)[keep]
                 optional["shift_changes_angst"] = np.linalg.norm(start["shifts_angst"] - state.poses.shifts_angst, axis=1)[keep]
     settings = read_job_file(run / "job.toml") if facts["command"] == "align" else facts.get("settings", {})
-    provenance = json.loads((run / "provenance.json").read_text()) if (run / "provenance.json").exists() else {}
     return ReportData(
         title=f"numba-glocal {facts['command']}: {Path(facts['particles']).name}",
         subtitle=str(facts["date"]),
@@ -430,7 +522,8 @@ def load_report_data(run: Path) -> ReportData:
         wall_seconds=facts["wall_seconds"],
         files={name: what for name, what in FILES.items() if (run / name).exists() or name == "report.html"},
         settings=settings,
-        provenance={k: v for k, v in provenance.items() if not isinstance(v, dict)} | provenance.get("packages", {}),
+        resumed=facts.get("resumed", 0),
+        provenance=_shown_provenance(folder),
         **maps,
         **optional,
     )

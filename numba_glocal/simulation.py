@@ -72,17 +72,17 @@ class SimulationSettings:
     invert: bool = False
 
     def __post_init__(self) -> None:
-        for what, value, good in (
-            ("--n", self.count, self.count >= 1),
-            ("--box", self.box_size, self.box_size >= 8),
-            ("--pixel-size", self.pixel_size_angst, 0 < self.pixel_size_angst < math.inf),
-            ("--snr", self.snr, 0 < self.snr < math.inf),
-            ("--perturb", self.perturb_deg, 0 <= self.perturb_deg <= 180),
-            ("--shift", self.shift_angst, 0 <= self.shift_angst < math.inf),
-            ("--seed", self.seed, self.seed >= 0),
+        for what, value, good, expected in (
+            ("--n", self.count, self.count >= 1, "1 or more"),
+            ("--box", self.box_size, self.box_size >= 8, "8 voxels or more"),
+            ("--pixel-size", self.pixel_size_angst, 0 < self.pixel_size_angst < math.inf, "a positive number of Angstrom"),
+            ("--snr", self.snr, 0 < self.snr < math.inf, "a positive number"),
+            ("--perturb", self.perturb_deg, 0 <= self.perturb_deg <= 180, "0 to 180 degrees"),
+            ("--shift", self.shift_angst, 0 <= self.shift_angst < math.inf, "0 Angstrom or more"),
+            ("--seed", self.seed, self.seed >= 0, "0 or more"),
         ):
             if not good:
-                raise SettingsError(f"{what}: {value} makes no sense")
+                raise SettingsError(f"{what}: expected {expected}; found {value:g}")
         if not -90 <= self.tilt_min_deg < self.tilt_max_deg <= 90:
             raise SettingsError(f"tilt range: expected -90 <= minimum < maximum <= 90 degrees; found {self.tilt_min_deg:g} .. {self.tilt_max_deg:g}")
 

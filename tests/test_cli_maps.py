@@ -104,6 +104,12 @@ def test_mask_sphere_in_angstrom(tmp_path):
     np.testing.assert_allclose(line[:12], [1] * 9 + [0.5] + [0] * 2, atol=1e-5)  # radius 8 voxels, edge 2
 
 
+@pytest.mark.parametrize(("diameter", "warned"), [(400, True), (200, False)])  # the box's diagonal is 208 A
+def test_a_mask_that_fills_the_box_is_said(diameter, warned, tmp_path):
+    result = run("mask", "sphere", "--diameter", diameter, "--box", 24, "--pixel-size", 5, "--soft-edge", 0, "-o", tmp_path / "m.mrc")
+    assert result.exit_code == 0 and ("warning" in result.stderr and "fills the whole box" in result.stderr) == warned
+
+
 def test_mask_cylinder_like_a_map(halves, tmp_path):
     result = run("mask", "cylinder", "--diameter", 50, "--height", 100, "--like", halves[0], "--soft-edge", 0, "-o", tmp_path / "m.mrc")
     assert result.exit_code == 0, result.output
@@ -157,7 +163,9 @@ def test_simulate_refusals(tmp_path):
     unknown = write(tmp_path / "unknown.mrc", np.random.default_rng(1).normal(size=(16,) * 3), 0.0)
     refused(run("simulate", unknown, "-o", tmp_path / "sim"), "unknown.mrc", "--map-pixel-size")
     refused(run("simulate", tmp_path / "no.mrc", "-o", tmp_path / "sim"), "no.mrc")
-    refused(run("simulate", "-o", tmp_path / "sim", "--snr", 0), "--snr")
+    refused(run("simulate", "-o", tmp_path / "sim", "--snr", 0), "--snr: expected a positive number; found 0")
+    refused(run("simulate", "-o", tmp_path / "sim", "--n", 0), "--n: expected 1 or more; found 0")
+    refused(run("simulate", "-o", tmp_path / "sim", "--perturb", 181), "--perturb: expected 0 to 180 degrees; found 181")
     refused(run("simulate", "-o", tmp_path / "sim", "--tilt-range", 60, -60), "tilt range")
     refused(run("simulate", "-o", unknown), "folder")
     assert not (tmp_path / "sim").exists()

@@ -99,6 +99,26 @@ def test_a_mask_need_not_be_spherical_and_the_particles_sphere_holds_it(made, tm
 
 
 @pytest.mark.parametrize(
+    ("options", "reach"),
+    [
+        ({"particle_diameter_angst": 160.0}, None),  # 80 + 5 * 16 = 160, half of 20 * 16
+        ({"particle_diameter_angst": 170.0}, 165),
+        ({"particle_diameter_angst": 170.0, "soft_edge_voxels": 4.0}, None),
+        ({"particle_diameter_angst": 170.0, "soft_edge_voxels": 4.0, "binning": 1.25}, 165),  # 85 + 4 * 20; the box stays 320 A
+        ({}, None),  # nobody asked for a diameter
+    ],
+)
+def test_a_sphere_that_the_box_cuts_is_said(made, options, reach):
+    lines = job(made, **options).warnings
+    assert len(lines) == (reach is not None)
+    if reach:
+        assert f"reach {reach} A from the centre, the box only 160 A" in lines[0]
+        fits = float(re.search(r"expected at most (\d+) A,", lines[0]).group(1))
+        assert not job(made, **(options | {"particle_diameter_angst": fits})).warnings
+        assert job(made, **(options | {"particle_diameter_angst": fits + 1})).warnings
+
+
+@pytest.mark.parametrize(
     ("radius", "offset", "warned"),
     [
         (4, (0, 0, 0), False),
@@ -119,6 +139,33 @@ def test_a_mask_beside_the_centre_is_said(made, tmp_path, radius, offset, warned
         assert diameter == pytest.approx(2 * radius * PIXEL, rel=0.05) and "aside.mrc" in lines[0]
 
 
+# --- the list -------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [AlignSettings, AverageSettings])
+def test_a_list_without_angles_is_said(made, tmp_path, kind):
+    """In the job's warnings, which log and report show; a list without origins is a normal one."""
+    lines = made.start.read_text().splitlines()
+    head = [line.split()[0] for line in lines if line.startswith("_rln")]
+    head = head[head.index("_rlnImageName") :]
+
+    def without(word, name):
+        dropped = [i for i, label in enumerate(head) if word in label]
+        assert len(dropped) == 3
+        kept = [
+            " ".join(cell for i, cell in enumerate(line.split()) if i not in dropped) if "subtomo/" in line else line
+            for line in lines
+            if not line.startswith(f"_rln{word}")
+        ]
+        (made.start.parent / name).write_text("\n".join(kept) + "\n")
+        return prepare_job(kind(str(made.start.parent / name), "run"))
+
+    turned = without("Angle", "no_angles.star")
+    assert any("the list has no angles: every particle starts at 0, 0, 0" in line for line in turned.warnings)
+    assert np.allclose(turned.particles.poses.rotations, np.eye(3))
+    assert not without("Origin", "no_origins.star").warnings and not prepare_job(kind(str(made.start), "run")).warnings
+
+
 # --- the start map --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -132,10 +179,32 @@ def test_the_start_map_is_low_passed_and_on_the_worked_grid(made):
     assert job(made).start_map is None
 
 
-def test_another_pixel_size_in_the_maps_header_is_said(made, tmp_path):
-    path = write(tmp_path / "r.mrc", mrcfile.read(made.reference), pixel=8.0)
-    prepared = job(made, reference=path)
-    assert any("its header says 8 A, the particles have 16 A" in line for line in prepared.warnings)
+@pytest.mark.parametrize(("pixel", "refused"), [(16.0, False), (16.15, False), (15.85, False), (0.0, False), (1.0, False), (16.2, True), (8.0, True)])
+def test_a_map_of_another_pixel_size_is_refused(made, tmp_path, pixel, refused):
+    """By more than 1 %; a header that says 0 or 1 says nothing. The remedy in the line works."""
+    path = write(tmp_path / "r.mrc", mrcfile.read(made.reference), pixel=pixel)
+    if refused:
+        with pytest.raises(VolumeError, match=rf"expected the particles' pixel size of 16 A \(from list.*found {pixel:g} A in its header") as caught:
+            job(made, reference=path)
+        exec(re.search(r'python -c "(.*)"$', str(caught.value)).group(1))
+    assert job(made, reference=path).start_map is not None
+
+
+def test_a_given_pixel_size_that_contradicts_is_said(made):
+    lines = job(made, pixel_size_angst=15.0).warnings
+    assert len(lines) == 1 and "given pixel size is 15 A" in lines[0] and "the list (rlnImagePixelSize) says 16 A" in lines[0]
+    assert "the volumes' headers say 16 A" in lines[0]
+    assert not job(made, pixel_size_angst=16.1).warnings
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the writer, when it is given NaN
+@pytest.mark.parametrize(("values", "words"), [(np.nan, "not finite.*in 1 voxel$"), (None, "a constant one .every value is 3")])
+def test_a_map_that_is_none_says_which(made, tmp_path, values, words):
+    data = np.full((BOX,) * 3, 3.0) if values is None else np.random.default_rng(0).normal(size=(BOX,) * 3)
+    if values is not None:
+        data[1, 2, 3] = values
+    with pytest.raises(VolumeError, match=words):
+        job(made, reference=write(tmp_path / "r.mrc", data))
 
 
 def test_a_resumed_run_does_not_need_the_start_map(made, tmp_path):
@@ -150,6 +219,11 @@ def test_a_resumed_run_does_not_need_the_start_map(made, tmp_path):
 
 def test_subset_and_tolerance(made):
     assert [int((job(made, subset=4).particles.half == h).sum()) for h in (1, 2)] == [4, 4]
+    halves = [int((job(made).particles.half == h).sum()) for h in (1, 2)]
+    assert not job(made, subset=min(halves)).warnings
+    larger = job(made, subset=max(halves) + 1)
+    assert f"--subset {max(halves) + 1}: the half-sets have {halves[0]} and {halves[1]} particles" in larger.warnings[0]
+    assert len(larger.particles) == sum(halves)
     assert job(made).max_bad == 3 and job(made, max_bad=0).max_bad == 0
 
 

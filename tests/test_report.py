@@ -130,6 +130,18 @@ def test_a_curve_that_rises_again_is_pointed_out():
     assert "again" not in render_report(ReportData("x", fsc=curve(FALLING)))
 
 
+def test_warnings_begin_as_sentences_do():
+    lines = ["half-sets: some", "the resolution is coarse", "start.star: no angles", "--subset 9: few", "Kept"]
+    shown = re.findall(r'<p class="warn">(.*?)</p>', render_report(ReportData("x", warnings=lines)))
+    assert shown == ["Half-sets: some", "The resolution is coarse", "start.star: no angles", "--subset 9: few", "Kept"]
+
+
+def test_a_resumed_run_says_so():
+    page = render_report(ReportData("x", wall_seconds=80.0, resumed=2))
+    assert "in all, resumed 2 times" in page and "The run was resumed 2 times" in page
+    assert "resumed" not in render_report(ReportData("x", wall_seconds=80.0))
+
+
 def test_odd_values_do_not_break_the_page():
     """Scores that are NaN, a flat map, no pixel size, iterations without a resolution."""
     data = ReportData(

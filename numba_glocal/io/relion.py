@@ -145,6 +145,10 @@ def read_relion_particles(
         box_size, header_pixel_size = survey(volume_paths[:1])
     pixel_size, source_text = resolve_pixel_size(pixel_size_angst, list_pixel_size, list_source, header_pixel_size, path)
 
+    for labels in (ANGLES, ORIGINS_ANGST, ORIGINS_PIXEL):
+        _refuse_partial(block, labels)
+    if ANGLES[0] not in block.labels:
+        warnings.warn(f"{path}: the list has no angles: every particle starts at 0, 0, 0", stacklevel=2)
     poses = Poses(relion_to_matrix(_triples(block, ANGLES)), -_origins_angst(block, pixel_size))
     half = _half_sets(block)
     return ParticleSet(
@@ -361,10 +365,18 @@ def _weight_names(block: StarBlock) -> list[str]:
     return ["" if name == "None" else name for name in block.texts("rlnCtfImage")]
 
 
+def _refuse_partial(block: StarBlock, labels: Sequence[str]) -> None:
+    """Three columns stand together or not at all: one that was lost on the way is no 0."""
+    missing = [f"_{label}" for label in labels if label not in block.labels]
+    if 0 < len(missing) < len(labels):
+        raise ListError(f"{block.where()}: no column {' and '.join(missing)}; expected all three of {', '.join(labels)}, or none")
+
+
 def _triples(block: StarBlock, labels: Sequence[str], scale: float = 1.0) -> NDArray[np.float64]:
-    """Three columns as (n, 3); a column that is missing counts as zeros."""
-    columns = [block.floats(label) if label in block.labels else np.zeros(block.n_rows) for label in labels]
-    return np.stack(columns, axis=1) * scale
+    """Three columns as (n, 3); zeros where the list has none of them."""
+    if labels[0] not in block.labels:
+        return np.zeros((block.n_rows, 3))
+    return np.stack([block.floats(label) for label in labels], axis=1) * scale
 
 
 def _origins_angst(block: StarBlock, pixel_size_angst: float) -> NDArray[np.float64]:

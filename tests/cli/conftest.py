@@ -48,12 +48,18 @@ def invoke(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # these tests are about the CPU, wherever they run
     log = logging.getLogger("numba_glocal")
     console.set_verbosity(console.Verbosity.NORMAL)
-    yield lambda *arguments: CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+    def invoke(*arguments):
+        try:
+            return CliRunner().invoke(main, [str(argument) for argument in arguments])
+        finally:
+            for handler in list(log.handlers):  # after an error the log stays open for the command group, until the process ends
+                if isinstance(handler, logging.FileHandler):
+                    log.removeHandler(handler)
+                    handler.close()
+
+    yield invoke
     console.set_verbosity(console.Verbosity.NORMAL)
-    for handler in list(log.handlers):  # after an error the log stays open for the command group
-        if isinstance(handler, logging.FileHandler):
-            log.removeHandler(handler)
-            handler.close()
 
 
 @pytest.fixture

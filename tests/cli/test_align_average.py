@@ -15,6 +15,7 @@ import gemmi
 import mrcfile
 import numpy as np
 import pytest
+from scipy import ndimage
 
 from numba_glocal.results import RunFolder
 
@@ -62,6 +63,13 @@ def test_run_folder(tiny, align):
     assert names >= FINAL | RECORD | {"iter_001", "iter_002"}
     assert {path.name for path in (run / "iter_001").iterdir()} >= {"particles.star", "half1.mrc", "half2.mrc", "fsc.star"}
     assert not list(run.rglob("*.part")) and not list(run.rglob("*.tmp"))
+    # what it started from can be looked at: the reference without what is finer than 50 A, masked
+    with mrcfile.open(run / "iter_000" / "start_map.mrc") as file:
+        start, voxel = np.array(file.data), float(file.voxel_size.x)
+    blurred = ndimage.gaussian_filter(mrcfile.read(tiny.reference), 1.0)
+    inside = mrcfile.read(run / "mask.mrc") == 1
+    assert voxel == pytest.approx(16.0) and start.max() > 0 and np.corrcoef(start[inside], blurred[inside])[0, 1] > 0.95
+    assert not start[mrcfile.read(run / "mask.mrc") == 0].any()
     # every iteration says what it reached, and the log keeps it
     reached = [line for line in result.stderr.splitlines() if re.match(r"iteration \d: resolution [\d.]+ A", line)]
     assert len(reached) == 2 and all(line in (run / "log.txt").read_text() for line in reached)
@@ -70,7 +78,7 @@ def test_run_folder(tiny, align):
     assert f"Resolution {summary['resolution_angst']:.1f} A" in result.stdout and "6 + 6 particles" in result.stdout
     assert len(summary["iterations"]) == 2 and summary["used"] == 12
     provenance = json.loads((run / "provenance.json").read_text())
-    assert provenance["packages"]["numpy"] == np.__version__ and provenance["wall_seconds"] > 0
+    assert provenance["packages"]["numpy"] == np.__version__ and provenance["commands"][0]["wall_seconds"] > 0
     assert tomllib.loads((run / "job.toml").read_text())["particle_diameter_angst"] == 200.0
     for line in (run / "events.jsonl").read_text().splitlines():
         json.loads(line)
@@ -91,7 +99,7 @@ def test_run_folder(tiny, align):
 
 
 def test_quiet_says_nothing(tiny, align):
-    result = align("--quiet", "--initial-lowpass", 100, iterations=1)
+    result = align("--quiet", "--initial-lowpass", 100, "--soft-edge", 3, iterations=1)
     assert result.exit_code == 0 and result.output == ""
 
 
@@ -99,7 +107,7 @@ def test_many_unusable_particles_are_no_flood(tiny, align, no_report):
     for index in range(1, 13):
         with mrcfile.open(tiny.folder / "subtomo" / f"particle_{index:05d}.mrc", "r+") as file:
             file.data[:] = 0
-    result = align("--max-bad", 12)
+    result = align("--max-bad", 12, "--soft-edge", 3)
     warned = [line for line in result.stderr.splitlines() if "warning" in line]
     assert result.exit_code == 2 and len(warned) == 11 and "log.txt" in warned[-1]
     assert (tiny.folder.parent / "run" / "log.txt").read_text().count("is left out") == 12
@@ -172,8 +180,9 @@ def test_an_extended_run_stopped_at_its_end_is_finished_by_resume(tiny, align, i
         (run / name).write_bytes(data)
     assert invoke("align", "-o", run, "--resume").exit_code == 0
     assert (run / "particles.star").read_bytes() == new != old["particles.star"]
-    result = invoke("align", "-o", run, "--resume")
-    assert result.exit_code == 2 and "already has 2" in result.stderr
+    for more in ([], ["--iterations", 1], ["--dry-run"]):  # before anything is planned or started
+        result = invoke("align", "-o", run, "--resume", *more)
+        assert result.exit_code == 2 and "already has 2" in result.stderr and result.stdout == "" and len(result.stderr.splitlines()) == 1
 
 
 def test_resume_from_another_folder(tiny, invoke, no_report, monkeypatch):
@@ -185,6 +194,40 @@ def test_resume_from_another_folder(tiny, invoke, no_report, monkeypatch):
     for iterations in (2, 3):  # the second time the run has been in both folders
         result = invoke("align", "-o", "run", "--resume", "--iterations", iterations)
         assert result.exit_code == 0, result.output
+
+
+def test_a_resumed_run_is_reported_whole(tiny, align, invoke, monkeypatch):
+    """Time, workers and commands of all its legs, of one that was interrupted too; what a killed one took is not known."""
+    run = tiny.folder.parent / "run"
+
+    def provenance():
+        return json.loads((run / "provenance.json").read_text())
+
+    monkeypatch.setattr(sys, "argv", ["numba-glocal", "first"])
+    assert align(iterations=1).exit_code == 0
+    monkeypatch.setattr(sys, "argv", ["numba-glocal", "second"])
+    with monkeypatch.context() as stopping:
+        stopping.setattr(RunFolder, "write_particles", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert invoke("align", "-o", run, "--resume", "--iterations", 3).exit_code == 130
+    log = (run / "log.txt").read_text()
+    assert "interrupted" in log.splitlines()[-1] and "Traceback" not in log
+    stored = provenance()
+    assert [leg["command"] for leg in stored["commands"]] == ["numba-glocal first", "numba-glocal second"]
+    assert all(leg["wall_seconds"] > 0 for leg in stored["commands"])
+    for number, leg in enumerate(stored["commands"]):  # made up, to add in the head; workers as a pool would have told
+        leg |= {"wall_seconds": (1000.0, 200.0)[number], "workers": [{"name": "worker 0", "device": "CPU", "particles": 7, "busy_seconds": 5.0}]}
+    stored["commands"].append({"command": "numba-glocal killed", "date": "then", "wall_seconds": None, "workers": []})
+    (run / "provenance.json").write_text(json.dumps(stored))
+    result = invoke("align", "-o", run, "--resume", "--iterations", 2)
+    assert result.exit_code == 0, result.output
+    last = provenance()["commands"][-1]["wall_seconds"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert 0 < last < 200 and summary["wall_seconds"] == pytest.approx(1200 + last) and summary["resumed"] == 3
+    assert summary["workers"] == [{"name": "worker 0", "device": "CPU", "particles": 14, "busy_seconds": 10.0}]
+    assert f"({1200 + last:.1f} s in all, resumed 3 times)" in result.stdout
+    page = (run / "report.html").read_text()
+    for words in ("20 min", "resumed 3 times", "numba-glocal first", "1000.0 s)", "killed (then, killed)"):
+        assert words in page, words
 
 
 @pytest.fixture
@@ -265,7 +308,19 @@ def test_every_shift_at_its_limit(tiny, align):
 
 def test_average_does_not_call_itself_align(tiny, invoke, no_report):
     assert invoke("average", tiny.list, "-o", tiny.folder.parent / "run").exit_code == 0
-    assert "align" not in (tiny.folder.parent / "run" / "job.toml").read_text().splitlines()[0]
+    run = tiny.folder.parent / "run"
+    assert "align" not in (run / "job.toml").read_text().splitlines()[0]
+    log = (run / "log.txt").read_text()
+    assert "average: " in log and "6 + 6 particles" in log and re.search(r"resolution [\d.]+ A at FSC 0.143, done in", log)
+
+
+def test_the_job_file_runs_again_as_its_comment_says(tiny, align, invoke, no_report):
+    assert align(iterations=1).exit_code == 0
+    run, other = tiny.folder.parent / "run", tiny.folder.parent / "other"
+    command = re.search(r"`numba-glocal (.*)`", (run / "job.toml").read_text().splitlines()[0]).group(1)
+    words = [{"THIS_FILE": run / "job.toml", "NEW_FOLDER": other}.get(word, word) for word in command.split()]
+    assert invoke(*words).exit_code == 0
+    assert (other / "particles.star").read_bytes() == (run / "particles.star").read_bytes()
 
 
 def test_start_from_the_given_poses(tiny, invoke, no_report):
@@ -274,6 +329,7 @@ def test_start_from_the_given_poses(tiny, invoke, no_report):
     assert result.exit_code == 0, result.output
     references = [np.load(tiny.folder.parent / "run" / "iter_000" / f"reference{half}.npy") for half in (1, 2)]
     assert not np.allclose(*references)
+    assert sorted(path.name for path in (tiny.folder.parent / "run" / "iter_000").glob("start_map*")) == ["start_map1.mrc", "start_map2.mrc"]
     assert rows(result.stdout)["start map"] == "average of the given poses"
 
 

@@ -90,7 +90,7 @@ REFUSED = {
     "output is the list": (lambda t: ["-o", t.list], "input"),
     "output is the folder of the particles": (lambda t: ["-o", t.folder], "not empty"),
     "output is the reference": (lambda t: ["-o", t.reference], "input"),
-    "resume of nothing": (lambda t: ["--resume"], "job.toml"),
+    "resume of nothing": (lambda t: ["--resume"], "no run in "),
     # workers
     "GPUs that are not there": (lambda t: ["--gpus", "7"], "GPU 7 was asked for"),
     "GPU is a word": (lambda t: ["--gpus", "fast"], "fast"),
@@ -241,7 +241,8 @@ def test_too_many_unusable_particles(command, tiny, invoke):
     result = run_it(invoke, tiny, command=command)
     one_line(result, "4 particles", "at most 3", "--max-bad", particle(tiny, 0).name, "constant")
     run = tiny.folder.parent / "run"
-    assert "Traceback" in (run / "log.txt").read_text()
+    log = (run / "log.txt").read_text()
+    assert "Traceback" not in log and "stopped by an error: 4 particles cannot be used" in log
     assert not list(run.glob("*.mrc")) and not (run / "particles.star").exists()
 
 
@@ -300,13 +301,43 @@ def test_weight_volume_that_cannot_be_one(case, make, expected, command, tiny, i
 
 
 def test_inverted_contrast_is_refused_with_the_hint(tiny, invoke, no_report):
+    """And the hint works as it stands: the same command with the option, into the same folder."""
     for path in sorted((tiny.folder / "subtomo").glob("p*.mrc")):
         write_map(path, -mrcfile.read(path))
+    run = tiny.folder.parent / "run"
     one_line(run_it(invoke, tiny), "contrast", "--invert-contrast", tiny.reference.name)
-    assert "Traceback" in (tiny.folder.parent / "run" / "log.txt").read_text()
-    shutil.rmtree(tiny.folder.parent / "run")
+    assert "the contrast is inverted" in (run / "log.txt").read_text()
+    result = run_it(invoke, tiny, "--invert-contrast")
+    assert result.exit_code == 0 and f"{run} holds a run that finished no iteration; it is replaced" in result.stderr
+    assert "the contrast is inverted" not in (run / "log.txt").read_text()
+    in_place = (run / "particles.star").read_bytes()
+    one_line(run_it(invoke, tiny, "--invert-contrast"), "not empty", "--resume goes on")
+    shutil.rmtree(run)
     assert run_it(invoke, tiny, "--invert-contrast").exit_code == 0
-    shutil.rmtree(tiny.folder.parent / "run")
+    assert (run / "particles.star").read_bytes() == in_place
+
+
+@pytest.mark.parametrize("command", ["align", "average"])
+def test_only_what_a_run_left_is_replaced(command, tiny, invoke, no_report):
+    """A stranger's file, a finished iteration, results, or an input in the folder: nothing is touched."""
+    for index in range(4):
+        write_map(particle(tiny, index), np.ones((20,) * 3))
+    run = tiny.folder.parent / "run"
+    one_line(run_it(invoke, tiny, command=command), "--max-bad")
+    for name in ("notes.txt", "summary.json", "average.mrc", "iter_001/state.npz", "iter_000/mine.txt", "iter_002/half1.mrc"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("")
+        before = everything_in(run)
+        result = run_it(invoke, tiny, "--max-bad", 4, command=command)
+        assert result.exit_code == 2 and everything_in(run) == before, name
+        (run / name).unlink()
+        if not list((run / name).parent.iterdir()):
+            (run / name).parent.rmdir()
+    (run / "iter_000").mkdir(exist_ok=True)
+    write_map(run / "iter_000" / "average.mrc", np.pad(np.ones((8,) * 3), 6))
+    one_line(run_it(invoke, tiny, "--mask", run / "iter_000" / "average.mrc", "--max-bad", 4, command=command), "is an input")
+    result = run_it(invoke, tiny, "--max-bad", 4, command=command)
+    assert result.exit_code == 0 and "it is replaced" in result.stderr and not (run / "iter_000" / "average.mrc").exists()
 
 
 def test_needless_inversion_is_refused_too(tiny, invoke):

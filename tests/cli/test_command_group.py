@@ -106,7 +106,8 @@ def test_tracebacks_go_to_the_log_of_the_run(run, tmp_path):
         log.removeHandler(handler)
         handler.close()
     text = (tmp_path / "log.txt").read_text()
-    assert "Traceback of the worker" in text and "WorkerError: task 3 failed" in text and "ZeroDivisionError: x" in text
+    assert "Traceback of the worker" in text and "stopped by an error: task 3 failed" in text and "ZeroDivisionError: x" in text
+    assert "WorkerError" not in text and text.count("Traceback (most recent call last)") == 1  # of the unexpected one
     assert expected.stderr == "numba-glocal: error: task 3 failed\n"
     assert unexpected.stderr.count("\n") == 1 and str(tmp_path / "log.txt") in unexpected.stderr
 
@@ -118,6 +119,14 @@ def test_exit_codes_of_commands(run):
     done = run(lambda: None, "--no-such-option")
     assert done.exit_code == 2 and "No such option" in done.stderr
     assert CliRunner().invoke(main, ["nope"]).exit_code == 2
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("aling", "align"), ("avarage", "average"), ("report-", "report"), ("qqq", None)])
+def test_a_mistyped_command_gets_a_suggestion(typed, meant):
+    done = CliRunner().invoke(main, [typed])
+    line = done.stderr.splitlines()[-1]
+    assert done.exit_code == 2 and f"No such command '{typed}'" in line
+    assert line.endswith(f"Did you mean '{meant}'?") if meant else "Did you mean" not in line
 
 
 def test_a_command_that_is_not_there_breaks_only_itself(monkeypatch):
@@ -172,7 +181,18 @@ def test_a_stage_is_two_lines_where_there_is_no_terminal(capsys):
     lines = err.splitlines()
     assert len(lines) == 2
     assert lines[0] == "align half 1: 5000 particles"
-    assert re.fullmatch(r"align half 1: 5000 particles in [\d.]+ s \([\d.e+]+ particles/s\)", lines[1])
+    assert re.fullmatch(r"align half 1: 5000 particles in [\d.]+ s \([\d,]+ particles/s\)", lines[1])
+
+
+@pytest.mark.parametrize(
+    ("done", "seconds", "rate"),
+    [(1, 3, "0.333"), (29.24, 1, "29.2"), (999.4, 1, "999"), (999.7, 1, "1,000"), (2923, 1, "2,920"), (5, 1e-5, "500,000")],
+)
+def test_rates_are_for_people(done, seconds, rate, monkeypatch):
+    stage = console.Stage("s", 9)
+    monkeypatch.setattr(console.Stage, "seconds", seconds)
+    stage.done = done
+    assert stage._rate_text() == f"{rate} particles/s"
 
 
 def test_a_stage_that_fails_says_how_far_it_came(capsys):

@@ -62,7 +62,11 @@ SETTINGS = {
     "mask": (lambda t: str(t.mask), {}, other_mask),
     "particle_diameter_angst": (120.0, {}, other_mask),
     "soft_edge_voxels": (1.0, {}, other_mask),
-    "pixel_size_angst": (8.0, {"initial_lowpass_angst": 40.0}, lambda base, changed: average(base)[1] == 16 and average(changed)[1] == 8),
+    "pixel_size_angst": (
+        8.0,
+        {"initial_lowpass_angst": 40.0, "reference": "unsized"},
+        lambda base, changed: average(base)[1] == 16 and average(changed)[1] == 8,
+    ),
     "binning": (1.25, {}, lambda base, changed: average(changed)[0].shape == (16,) * 3 and average(changed)[1] == 20),
     "angle_shells": (0, {}, other_poses),
     "angle_increment_deg": (1.0, {}, lambda base, changed: history(changed)[0]["increment_deg"] == 1.0 and other_poses(base, changed)),
@@ -108,15 +112,16 @@ def sets(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sets")
     made = simulate(folder, SimulationSettings(count=12, box_size=20, pixel_size_angst=16.0, snr=0.5, seed=2))
 
-    def write(name, data):
+    def write(name, data, pixel=16.0):
         with mrcfile.new(folder / name) as file:
             file.set_data(np.asarray(data, np.float32))
-            file.voxel_size = 16.0
+            file.voxel_size = pixel
         return folder / name
 
     reference = mrcfile.read(made.reference)
     grid = np.indices(reference.shape) - 10
     lists = {"truth": made.truth, "start": made.start, "reference": made.reference}
+    lists["unsized"] = write("unsized.mrc", reference, pixel=0.0)
     lists["blurred"] = write("blurred.mrc", ndimage.gaussian_filter(reference, 1.5))
     lists["mask"] = write("box_mask.mrc", np.abs(grid).max(0) <= 6)
     text = made.start.read_text()
@@ -170,7 +175,7 @@ def test_setting_counts(name, sets, base_run, align_here, tmp_path):
     value, common, differs = SETTINGS[name]
     settings = {
         "particles": "start",
-        "reference": str(sets.reference),
+        "reference": "reference",
         "particle_diameter_angst": 200.0,
         "initial_lowpass_angst": 80.0,
         "iterations": 1,
@@ -178,7 +183,8 @@ def test_setting_counts(name, sets, base_run, align_here, tmp_path):
     }
     if name == "invert_contrast" or name == "mask":
         settings["initial_lowpass_angst"] = 60.0
-    settings["particles"] = str(getattr(sets, settings["particles"]))
+    for key in ("particles", "reference"):
+        settings[key] = str(getattr(sets, settings[key]))
     base = base_run(settings)
     changed = dict(settings)
     if value is not None:

@@ -14,10 +14,12 @@ from scipy.spatial.transform import Rotation
 from numba_glocal.errors import GlocalError, InputError, ListError
 from numba_glocal.geometry import angle_between_deg, rotvec_to_matrix
 from numba_glocal.io import ListFormat, read_particles, register_format, write_particles
+from numba_glocal.io.relion import ANGLES, ORIGINS_ANGST
 from numba_glocal.io.star import read_star
 from numba_glocal.values import ParticleSet, Poses
 
 gemmi = pytest.importorskip("gemmi")
+pytestmark = pytest.mark.filterwarnings("ignore:.*the list has no angles")  # most of these lists need none
 
 
 def _volumes(folder: Path, names, box=4, pixel_size=3.0):
@@ -267,12 +269,20 @@ def test_pixel_size_of_a_30_list(shared):
 
 def test_pixel_size_resolver(tmp_path):
     _volumes(tmp_path, ["a.mrc"], pixel_size=3.0)
-    detector = {"rlnImageName": ["a.mrc"], "rlnDetectorPixelSize": ["6.0"], "rlnMagnification": ["20000"], "rlnOriginX": ["2"]}
+    detector = {
+        "rlnImageName": ["a.mrc"],
+        "rlnDetectorPixelSize": ["6.0"],
+        "rlnMagnification": ["20000"],
+        "rlnOriginX": ["2"],
+        "rlnOriginY": ["0"],
+        "rlnOriginZ": ["0"],
+    }
     path = _list(tmp_path / "p.star", detector, block="")
     particles = read_particles(path)
     assert (particles.pixel_size_angst, particles.pixel_size_source) == (3.0, "list (rlnDetectorPixelSize, rlnMagnification)")
     # the option goes before all, and is written, so that origins in voxels mean the same
-    particles = read_particles(path, pixel_size_angst=3.5)
+    with pytest.warns(UserWarning, match="given pixel size is 3.5 A, the list .* says 3 A, the volumes' headers say 3 A"):
+        particles = read_particles(path, pixel_size_angst=3.5)
     assert (particles.pixel_size_angst, particles.pixel_size_source) == (3.5, "option")
     assert particles.poses.shifts_angst[0, 0] == -7.0
     write_particles(tmp_path / "out.star", particles)
@@ -377,6 +387,7 @@ def test_unreadable_particle_does_not_refuse_the_list(tmp_path):
 
 NAMES = {"rlnImageName": ["a.mrc", "b.mrc", "c.mrc"], "rlnOpticsGroup": ["1", "2", "1"]}
 TWO = {"rlnOpticsGroup": ["1", "2"], "rlnImagePixelSize": ["3.0", "3.0"], "rlnImageSize": ["4", "4"], "rlnCtfDataAreCtfPremultiplied": ["1", "1"]}
+ONE = {"rlnImageName": ["a.mrc"]}
 # name: columns, optics, part of the message
 REFUSED = {
     "name twice": ({"rlnImageName": ["a.mrc", "b.mrc", "a.mrc"]}, OPTICS, ":18: particle a.mrc stands twice, first in line 16"),
@@ -397,8 +408,11 @@ REFUSED = {
     "group twice": (NAMES, {**TWO, "rlnOpticsGroup": ["1", "1"]}, ":10: optics group 1 stands twice, first in line 9"),
     "box against list": ({"rlnImageName": ["a.mrc"]}, {**OPTICS, "rlnImageSize": ["8"]}, "rlnImageSize is 8, the volumes have box 4"),
     "mixed boxes": ({"rlnImageName": ["a.mrc", "big.mrc"]}, None, "different box sizes: 1 of box 4"),
-    "angle": ({"rlnImageName": ["a.mrc"], "rlnAngleRot": ["north"]}, OPTICS, ":17: _rlnAngleRot is 'north', expected a finite number"),
-    "origin": ({"rlnImageName": ["a.mrc"], "rlnOriginXAngst": ["nan"]}, OPTICS, ":17: _rlnOriginXAngst is 'nan', expected a finite number"),
+    "angle": ({**ONE, **dict.fromkeys(ANGLES, ["0"]), "rlnAngleRot": ["north"]}, OPTICS, ":19: _rlnAngleRot is 'north', expected a finite"),
+    "one angle missing": ({**ONE, "rlnAngleRot": ["1"], "rlnAnglePsi": ["2"]}, OPTICS, "no column _rlnAngleTilt; expected all three"),
+    "two angles missing": ({**ONE, "rlnAngleTilt": ["1"]}, None, "no column _rlnAngleRot and _rlnAnglePsi; expected"),
+    "one origin missing": ({**ONE, "rlnOriginX": ["1"], "rlnOriginY": ["2"]}, None, "no column _rlnOriginZ; expected"),
+    "origin": ({**ONE, **dict.fromkeys(ORIGINS_ANGST, ["nan"])}, OPTICS, ":19: _rlnOriginXAngst is 'nan', expected a finite number"),
     "pixel size 0": ({"rlnImageName": ["a.mrc"]}, {**OPTICS, "rlnImagePixelSize": ["0"]}, "gives a pixel size of 0.0 A, expected a number above 0"),
     "pixel size differs by row": (
         {"rlnImageName": ["a.mrc", "b.mrc"], "rlnPixelSize": ["3", "4"]},
