@@ -68,6 +68,8 @@ SIGNATURES = {
     "best_of_tile": (f, n, n, n, n, i32, f, float32, n, f2, f2, f2, i2),
     "pack_rotated": (f, n, i32, f, n, float32, float16[::1]),
     "pack_columns": (f, n, i32, f, f, f, f, float16[::1]),
+    "clear_sums": (int64[:, ::1],),
+    "float_sums": (int64[:, ::1], f, f),
     "clear_best": (uint64[:, ::1],),
     "unpack_best": (uint64[:, ::1], f2, i2),
     "insert": (int64[:, ::1], n, n, f, n, i32, i32, int16[::1], *WEIGHTS, i32, f2, i32, f, f2, f2),
@@ -80,7 +82,7 @@ PREPARE = {
     "gather_volumes": (f, i32, f2),
 }
 SEARCH = (f, f, i64, i64, i64, f, n, n, n, n, i2, n, f2, f2, f2, i2)
-IN_DOUBLE = {"refine", "band_power", "insert", "residual_power", "particle_facts", "volume_levels"}
+IN_DOUBLE = {"refine", "band_power", "insert", "residual_power", "float_sums", "particle_facts", "volume_levels"}
 
 
 def ptx_of(kernel, signature, fastmath=True) -> str:

@@ -106,6 +106,7 @@ class CUDABackend:
         self._store: ParticleStore | None = None
         self._arena: Any = None
         self._pool: Pool | None = None
+        self._sum_samples: dict[int, BandOnDevice] = {}
 
     def store(self, grid: Grid) -> ParticleStore:
         """Volumes of particles on a grid; another grid takes the place of the last."""
@@ -142,6 +143,13 @@ class CUDABackend:
     def weights(self, grid: Grid) -> WeightVolumes:
         """Weight volumes of a grid's particles."""
         return self.store(grid).weights
+
+    def sum_samples(self, n: int) -> BandOnDevice:
+        """All samples of a grid of n, for averages."""
+        if n not in self._sum_samples:
+            band = grid_band(n, float(n // 2 - 1))
+            self._sum_samples = {n: band_on_device(band, np.arange(len(band.index)), n // 2 - 1)}
+        return self._sum_samples[n]
 
     def open_search(self, setup: SearchSetup) -> CUDASearchSession:
         """A session for one reference and half-set."""

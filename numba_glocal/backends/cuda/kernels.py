@@ -961,6 +961,26 @@ def insert(
 
 
 @_jit
+def clear_sums(sums):
+    """Zeroes the sums of `insert`; a thread a voxel."""
+    i = cuda.grid(1)
+    if i < sums.shape[1]:
+        sums[0, i] = 0
+        sums[1, i] = 0
+        sums[2, i] = 0
+
+
+@_jit
+def float_sums(sums, numerator, denominator):
+    """The sums of `insert` as numbers: numerator (re, im interleaved) and denominator, float32; a thread a voxel."""
+    i = cuda.grid(1)
+    if i < sums.shape[1]:
+        numerator[2 * i] = float32(float64(sums[0, i]) * (1.0 / NUMERATOR_SCALE))
+        numerator[2 * i + 1] = float32(float64(sums[1, i]) * (1.0 / NUMERATOR_SCALE))
+        denominator[i] = float32(float64(sums[2, i]) * (1.0 / DENOMINATOR_SCALE))
+
+
+@_jit
 def column_scales(columns, root, size, out):
     """1 / root mean square of each work item's column after division by `root`; a block an item, threads in a fixed order.
 

@@ -8,11 +8,10 @@ import numpy as np
 from numba import cuda
 from numpy.typing import NDArray
 
-from ...fourier import grid_band, padded_offset
+from ...fourier import padded_offset
 from ...shifts import angst_to_voxels
 from ..protocols import ParticleBatch, SumSetup, WeightedSum
 from . import kernels
-from .transform import band_on_device
 
 if TYPE_CHECKING:
     from .backend import CUDABackend
@@ -27,11 +26,11 @@ class CUDASumSession:
         self._n = setup.grid.binned_box_size
         self._reach = self._n // 2 - 1
         self._offset = padded_offset(self._reach)
-        band = grid_band(self._n, float(self._reach))
-        self._samples = band_on_device(band, np.arange(len(band.index)), self._reach)
+        self._samples = backend.sum_samples(self._n)
         rows, columns = 2 * self._offset + 1, self._offset + 2
         self._shape = (rows, rows, columns)
-        self._sums = cuda.to_device(np.zeros((3, rows * rows * columns), np.int64))
+        self._sums = cuda.device_array((3, rows * rows * columns), np.int64)
+        kernels.clear_sums[-(-rows * rows * columns // 256), 256](self._sums)
         self._tables = cuda.to_device(np.stack([setup.noise.inverse_table(False), setup.noise.inverse_table(True)]))
         self._count = 0
 
@@ -75,11 +74,12 @@ class CUDASumSession:
 
     def result(self) -> WeightedSum:
         """The sums so far."""
-        sums = self._sums.copy_to_host()
-        numerator = np.empty(self._shape, np.complex64)
-        numerator.real = (sums[0] / kernels.NUMERATOR_SCALE).reshape(self._shape)
-        numerator.imag = (sums[1] / kernels.NUMERATOR_SCALE).reshape(self._shape)
-        return WeightedSum(numerator, (sums[2] / kernels.DENOMINATOR_SCALE).astype(np.float32).reshape(self._shape), self._count)
+        voxels = self._sums.shape[1]
+        numerator, denominator = cuda.device_array(2 * voxels, np.float32), cuda.device_array(voxels, np.float32)
+        kernels.float_sums[-(-voxels // 256), 256](self._sums, numerator, denominator)
+        return WeightedSum(
+            numerator.copy_to_host().view(np.complex64).reshape(self._shape), denominator.copy_to_host().reshape(self._shape), self._count
+        )
 
     def close(self) -> None:
         """Gives the sums' memory back."""
