@@ -19,6 +19,8 @@ from .settings import symmetry_name
 
 _GOLDEN = 0.5 * (1.0 + math.sqrt(5.0))
 _SAME = 1e-6
+_ROUND_PASSES = 4
+"""The mean around an axis is taken from rings a voxel apart: what one pass leaves of it the next ones take."""
 
 # Generators, (axis, fold), of the groups that are not a matter of z and x alone.
 _GENERATORS: dict[str, tuple[tuple[tuple[float, float, float], int], ...]] = {
@@ -190,8 +192,10 @@ def symmetry_agreement(volume: NDArray[Any], mask: NDArray[Any], name: str) -> t
     volume, mask = np.asarray(volume, np.float64), np.asarray(mask, np.float64)
     other = symmetrised(volume, name).astype(np.float64)
     about_axis = symmetry_name(name)[0] in "CD"
-    off_axis = _correlation(volume - _round_part(volume, about_axis), other - _round_part(other, about_axis), mask)
-    return _correlation(volume, other, mask), off_axis
+    whole = _correlation(volume, other, mask)
+    for _ in range(_ROUND_PASSES):
+        volume, other = volume - _round_part(volume, about_axis), other - _round_part(other, about_axis)
+    return whole, _correlation(volume, other, mask)
 
 
 def _correlation(a: NDArray[np.float64], b: NDArray[np.float64], mask: NDArray[np.float64]) -> float:
