@@ -651,7 +651,7 @@ def symmetry_doubts(settings: AlignSettings | AverageSettings, agreement: tuple[
     return [
         f"--symmetry {settings.symmetry}: without its round part, the {'start map' if given else 'average of the given poses'} correlates with"
         f" its symmetrised self by {agreement[1]:.2f} only (as it is: {agreement[0]:.2f}); the FSC does not tell this. Is it the right group, about"
-        " the axes of docs/conventions.md, 9, through the centre of the box?"
+        " the axes of docs/conventions.md, 8, through the centre of the box?"
     ]
 
 

@@ -1,6 +1,6 @@
 """Point groups of particles: their rotations about RELION's axes, poses modulo a group, and what a group does to a map.
 
-A group acts on the reference's side: a particle at ``(R, s)`` lies as well at ``(R g, s)`` for every ``g`` (docs/conventions.md, 9).
+A group acts on the reference's side: a particle at ``(R, s)`` lies as well at ``(R g, s)`` for every ``g`` (docs/conventions.md, 8).
 """
 
 from __future__ import annotations
