@@ -25,6 +25,7 @@ from .options import (
     pixel_size_option,
     seed_option,
     subset_option,
+    symmetry_option,
     verbosity_options,
     wedge_options,
     worker_options,
@@ -59,6 +60,7 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @_option("--angle-increment", key="angle_increment_deg", kind=float, text="Angular step of the first search.", metavar="DEGREES")
 @_option("--shift-range", key="shift_range_angst", kind=float, text="Shifts tried at first. [default: 0.15 of the diameter]", metavar="ANGSTROM")
 @_option("--max-shift", key="max_shift_angst", kind=float, text="Hard limit of the distance from the list's positions.", metavar="ANGSTROM")
+@symmetry_option
 @click.option("--adaptive/--fixed", "adaptive", default=None, help="Increment and shift range follow the poses' changes. [default: adaptive]")
 @_option("--score", key="score", kind=click.Choice(SCORES), text="What candidates are compared by.")
 @_option("--highpass", key="highpass_angst", kind=float, text="Coarsest detail used.", metavar="ANGSTROM")
@@ -136,7 +138,13 @@ def _settings(
     if options.pop("spherical_mask") and options["mask"] is not None:
         raise SettingsError("--mask and --spherical-mask exclude each other")
     given = {key: value for key, value in options.items() if value is not None}
-    for key in ("seed", "tilt_axis", "flip_tilt", "procs_per_gpu"):  # options with a default of their own: only what the user typed counts
+    for key in (
+        "seed",
+        "symmetry",
+        "tilt_axis",
+        "flip_tilt",
+        "procs_per_gpu",
+    ):  # options with a default of their own: only what the user typed counts
         if ctx.get_parameter_source(key) != click.core.ParameterSource.COMMANDLINE:
             given.pop(key, None)
     if particles is not None:

@@ -22,6 +22,7 @@ from .options import (
     pixel_size_option,
     seed_option,
     subset_option,
+    symmetry_option,
     verbosity_options,
     wedge_options,
     worker_options,
@@ -44,6 +45,7 @@ from .running import choose_workers, input_paths, new_folder, plan_facts, run_jo
 @click.option("--soft-edge", "soft_edge_voxels", type=float, default=5.0, show_default=True, metavar="VOXELS", help="Width of the sphere's edge.")
 @pixel_size_option
 @click.option("--binning", type=float, default=1.0, show_default=True, help="Fourier cropping, whole or fractional.")
+@symmetry_option
 @click.option("--fsc-criterion", type=float, default=0.143, show_default=True, help="FSC value at which the resolution is read.")
 @wedge_options
 @click.option("--split", type=click.Choice(SPLITS), default="file", show_default=True, help="Half-sets: of the list, by particle, by tomogram.")

@@ -58,7 +58,21 @@ diameter_option = click.option(
     help="Diameter of the particle. [default: that of --mask, else 0.8 of the box]",
 )
 
-symmetry_option = click.option("--symmetry", default="C1", show_default=True, metavar="GROUP", help="C1, Cn, Dn, T, O or I.")
+
+def _group(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
+    from numba_glocal.settings import symmetry_name  # the help must not load NumPy
+
+    return symmetry_name(value)
+
+
+symmetry_option = click.option(
+    "--symmetry",
+    callback=_group,
+    default="C1",
+    show_default=True,
+    metavar="GROUP",
+    help="Point group about RELION's axes: C1, Cn, Dn, T, O, I or I1 to I4.",
+)
 
 seed_option = click.option("--seed", type=int, default=0, show_default=True, help="Of everything that is drawn at random.")
 

@@ -29,6 +29,7 @@ from numba_glocal.refinement import RunResult
 from numba_glocal.report import WorkerSummary, write_report
 from numba_glocal.results import RunFolder, RunState, load_report_data, total_of_legs
 from numba_glocal.settings import AlignSettings, AverageSettings
+from numba_glocal.symmetry import grid_factors
 
 from .console import detail, gibibytes, note, say, warn
 
@@ -182,7 +183,7 @@ def _estimate(job: Job, plan: WorkerPlan, levels: tuple[SearchLevel, ...]) -> st
 
 def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
     """The plan that is shown before work starts."""
-    grid, particles = job.grid, job.particles
+    grid, particles, settings = job.grid, job.particles, job.settings
     halves = [int((particles.half == h).sum()) for h in (1, 2)]
     pixel = f"{grid.pixel_size_angst:g} A, from {particles.pixel_size_source}"
     box = f"{grid.box_size} voxels"
@@ -194,9 +195,9 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("pixel size", pixel),
         ("particle diameter", f"{job.diameter_angst:.0f} A, from {job.diameter_source}"),
         ("mask", job.mask_name),
+        ("symmetry", _symmetry_text(settings.symmetry)),
         ("data", "premultiplied, weights hold CTF^2 (RELION 4 convention)" if particles.premultiplied else "weights multiply the reference"),
     ]
-    settings = job.settings
     if isinstance(settings, AlignSettings):
         k_start = min(job.k_limit, job.shell_of(settings.initial_lowpass_angst))
         shift = settings.shift_range_angst or 0.15 * job.diameter_angst
@@ -227,6 +228,14 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("output", settings.output),
     ]
     return facts
+
+
+def _symmetry_text(name: str) -> str:
+    """A group for people: what it makes of a particle, and about which axes."""
+    if name == "C1":
+        return "C1 (none)"
+    turns, grid_turns = grid_factors(name)
+    return f"{name}: each particle counts as {len(turns) * len(grid_turns)}, imposed on each half by itself, about RELION's axes"
 
 
 class ShownLog(logging.Handler):
@@ -350,6 +359,8 @@ def _write_summary(job: Job, folder: RunFolder, command: str, result: RunResult,
             "warnings": [*job.warnings, *result.warnings],
             "wall_seconds": seconds,
             "resumed": len(legs) - 1,
+            "symmetry": settings.symmetry,
+            "symmetry_agreement": result.symmetry_agreement,
             "settings": {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)},
         },
     )
@@ -366,6 +377,12 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
         say("The FSC rises above the criterion again at higher resolution; the first crossing is reported.")
     for line in result.warnings:
         warn(line)
+    if result.symmetry_agreement is not None:
+        whole, apart = result.symmetry_agreement
+        what = "start" if state is not None else "average"
+        say(
+            f"Symmetry {job.settings.symmetry}: the {what} had it by {whole:.3f} before it was imposed, without its round part by {apart:.3f} (of 1)."
+        )
     if state is not None and state.history:
         last = state.history[-1]
         say(f"Median change of the last iteration: {last['angle_change_deg']:.2f} degrees, {last['shift_change_angst']:.2f} A.")

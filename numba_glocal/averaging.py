@@ -130,6 +130,62 @@ def merge(sums: list[WeightedSum]) -> WeightedSum:
     return WeightedSum(numerator, denominator, sum(part.n_particles for part in sums))
 
 
+def symmetrise_sums(sums: WeightedSum, grid_turns: NDArray[np.int64]) -> WeightedSum:
+    """Sums as if each particle had been added at every ``R h`` instead of at ``R``: exact, because the `h` carry the grid onto itself.
+
+    Parameters
+    ----------
+    sums : WeightedSum
+    grid_turns : (h, 3, 3) int64
+        A group of permutations of the axes with signs; see `symmetry.grid_factors`.
+
+    Returns
+    -------
+    WeightedSum
+        In double precision; `sums` itself where there is the identity alone.
+    """
+    if len(grid_turns) == 1:
+        return sums
+    numerator, denominator = np.zeros(sums.numerator.shape, np.complex128), np.zeros(sums.denominator.shape, np.float64)
+    given = np.ascontiguousarray(sums.numerator, np.complex128), np.ascontiguousarray(sums.denominator, np.float64)
+    turns = np.ascontiguousarray(grid_turns, np.int64)
+    rows = len(numerator)
+    in_parallel(
+        lambda first: _add_turned(*given, turns, first, min(first + _PLANES, rows), numerator, denominator),
+        range(0, rows, _PLANES),
+    )
+    return WeightedSum(numerator, denominator, sums.n_particles)
+
+
+@njit(cache=True, nogil=True)
+def _add_turned(numerator, denominator, turns, first, last, to_numerator, to_denominator):  # type: ignore[no-untyped-def]
+    """Sums at all ``h q`` into planes `first` to `last`, for the grid points q up to row c; each Friedel pair of the plane kx = 0 by halves."""
+    rows = numerator.shape[0]
+    c = (rows - 1) // 2
+    for i in range(first, last):
+        for j in range(rows):
+            for column in range(c + 1):
+                value, weight = 0.0j, 0.0
+                z, y, x = i - c, j - c, column
+                for t in range(turns.shape[0]):
+                    h = turns[t]
+                    qx = h[0, 0] * x + h[0, 1] * y + h[0, 2] * z
+                    qy = h[1, 0] * x + h[1, 1] * y + h[1, 2] * z
+                    qz = h[2, 0] * x + h[2, 1] * y + h[2, 2] * z
+                    if qx > 0:
+                        value += numerator[qz + c, qy + c, qx]
+                        weight += denominator[qz + c, qy + c, qx]
+                    elif qx < 0:
+                        value += numerator[c - qz, c - qy, -qx].conjugate()
+                        weight += denominator[c - qz, c - qy, -qx]
+                    else:
+                        value += numerator[qz + c, qy + c, 0] + numerator[c - qz, c - qy, 0].conjugate()
+                        weight += denominator[qz + c, qy + c, 0] + denominator[c - qz, c - qy, 0]
+                half = 0.5 if column == 0 else 1.0
+                to_numerator[i, j, column] = half * value
+                to_denominator[i, j, column] = half * weight
+
+
 def relative_motion(
     half1: NDArray[np.float32], half2: NDArray[np.float32], mask: NDArray[np.float32], k_max: float
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -196,7 +252,7 @@ def warm_up() -> None:
     rng = np.random.default_rng(0)
     shape = (2 * c + 1, 2 * c + 1, c + 2)
     parts = [WeightedSum(rng.normal(size=shape).astype(np.complex64), np.ones(shape, np.float32), 1) for _ in range(2)]
-    half_map = reconstruct(merge(parts), n)
+    half_map = reconstruct(symmetrise_sums(merge(parts), np.stack([np.eye(3, dtype=np.int64), np.diag([-1, -1, 1])])), n)
     relative_motion(half_map, half_map + rng.normal(size=half_map.shape).astype(np.float32), np.ones_like(half_map), 6.0)
 
 

@@ -24,12 +24,14 @@ from .masks import check_mask, mask_offset_voxels, spherical_mask
 from .particles import ParticleReader, TiltRange, fourier_crop
 from .settings import AlignSettings, AverageSettings
 from .shifts import binned_box_size
+from .symmetry import symmetry_agreement
 from .values import FloatArray, ParticleSet
 
 _DEFAULT_DIAMETER_OF_BOX = 0.8
 _CHUNK_BYTES = 512 << 20
 _CHECKED_WEIGHTS = 8
 _LEAST_DIAMETER_VOXELS = 6.0
+_LIKE_ITSELF = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     mask, mask_name, particle_mask, diameter, source = _masks(settings, grid)
     if settings.mask is not None:
         warnings += _off_centre(mask, grid, settings.mask)
+        warnings += _lopsided(mask, settings.symmetry, settings.mask)
     elif settings.particle_diameter_angst is not None:
         warnings += _beyond_box(settings, grid)
     tilt_range = None
@@ -223,6 +226,19 @@ def _off_centre(mask: NDArray[np.float32], grid: Grid, name: str) -> list[str]:
     return [
         f"{name}: its centre of mass is {offset * pixel:.0f} A from the centre of the box, its own diameter (of a sphere as large)"
         f" {diameter * pixel:.0f} A, the box {len(mask) * pixel:.0f} A: particles turn about the centre of the box, where the particle should be"
+    ]
+
+
+def _lopsided(mask: NDArray[np.float32], symmetry: str, name: str) -> list[str]:
+    """A line where the mask does not have the symmetry: what it cuts out of a symmetric map has not either."""
+    if symmetry == "C1":
+        return []
+    correlation, _ = symmetry_agreement(mask, np.ones_like(mask), symmetry)
+    if correlation >= _LIKE_ITSELF:
+        return []
+    return [
+        f"{name}: the mask correlates with its {symmetry}-symmetrised self by {correlation:.2f} only: references are symmetric as far as their mask"
+        " is; expected a mask of that symmetry about the centre of the box"
     ]
 
 

@@ -110,6 +110,10 @@ class ReportData:
         Of the whole run.
     resumed : int
         How often it was resumed.
+    symmetry : str
+        Point group that was imposed.
+    symmetry_agreement : (float, float) or None
+        How well the map had it before; see `symmetry.symmetry_agreement`.
     files : mapping of str to str
         File name to what it is.
     settings : mapping
@@ -140,6 +144,8 @@ class ReportData:
     converged: bool | None = None
     wall_seconds: float | None = None
     resumed: int = 0
+    symmetry: str = "C1"
+    symmetry_agreement: Sequence[float] | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -218,6 +224,12 @@ def summarise(data: ReportData) -> str:
     if data.particle_count is not None:
         halves = f", {data.half_counts[0]} and {data.half_counts[1]} in the two half-sets" if data.half_counts else ""
         sentences.append(f"It holds {_plural(data.particle_count, 'particle', 'particles')}{halves}.")
+    if data.symmetry != "C1":
+        had = ""
+        if data.symmetry_agreement is not None:
+            whole, apart = data.symmetry_agreement
+            had = f"; before that, the map correlated with its symmetrised self by {whole:.2f}, without its round part by {apart:.2f}"
+        sentences.append(f"Symmetry {data.symmetry} was imposed on each half by itself{had}.")
     if data.iterations:
         ended = {True: ", after which the poses no longer moved", False: "", None: ""}[data.converged]
         sentences.append(f"{_plural(len(data.iterations), 'iteration was', 'iterations were')} run{ended}.")

@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from . import __version__
 from .errors import InputError, SettingsError
 from .filters import filter_average
-from .geometry import angle_between_deg
 from .io import read_volume, write_particles, write_volume
 from .io.fsc_star import read_fsc_star, write_fsc_star
 from .io.paths import whole_file
 from .report import IterationSummary, ReportData, WorkerSummary
 from .settings import AlignSettings, AverageSettings, read_job_file, settings_to_toml
+from .symmetry import angle_modulo_deg
 from .values import FSCCurve, ParticleSet, Poses, Volume
 
 try:
@@ -79,6 +79,8 @@ class RunState:
         One record per iteration, as shown.
     scale : float
         Factor of the start map.
+    symmetry_agreement : (float, float) or None
+        Of the start map; see `symmetry.symmetry_agreement`.
     """
 
     iteration: int
@@ -93,6 +95,7 @@ class RunState:
     bad: dict[int, str]
     history: list[dict[str, Any]]
     scale: float = 1.0
+    symmetry_agreement: tuple[float, float] | None = None
 
 
 class RunFolder:
@@ -390,6 +393,7 @@ class RunFolder:
                             "bad": {str(k): v for k, v in state.bad.items()},
                             "history": state.history,
                             "scale": state.scale,
+                            "symmetry_agreement": state.symmetry_agreement,
                         },
                         default=_plain,
                     )
@@ -424,6 +428,7 @@ class RunFolder:
                 {int(k): v for k, v in facts["bad"].items()},
                 facts["history"],
                 facts["scale"],
+                tuple(facts["symmetry_agreement"]) if facts.get("symmetry_agreement") else None,
             )
 
     def write_final(
@@ -497,6 +502,8 @@ def load_report_data(run: Path) -> ReportData:
             maps[field_name] = read_volume(run / f"{name}.mrc")
     state = folder.last_state()
     optional: dict[str, Any] = {}
+    settings = read_job_file(run / "job.toml") if facts["command"] == "align" else facts.get("settings", {})
+    symmetry = settings.get("symmetry", "C1")
     if state is not None and np.isfinite(state.scores).any():
         keep = np.isfinite(state.scores)
         optional["scores"] = state.scores[keep]
@@ -504,9 +511,8 @@ def load_report_data(run: Path) -> ReportData:
         first = run / "start.npz"
         if first.exists():
             with np.load(first) as start:
-                optional["angle_changes_deg"] = angle_between_deg(start["rotations"], state.poses.rotations)[keep]
+                optional["angle_changes_deg"] = angle_modulo_deg(start["rotations"], state.poses.rotations, symmetry)[keep]
                 optional["shift_changes_angst"] = np.linalg.norm(start["shifts_angst"] - state.poses.shifts_angst, axis=1)[keep]
-    settings = read_job_file(run / "job.toml") if facts["command"] == "align" else facts.get("settings", {})
     return ReportData(
         title=f"numba-glocal {facts['command']}: {Path(facts['particles']).name}",
         subtitle=str(facts["date"]),
@@ -523,6 +529,8 @@ def load_report_data(run: Path) -> ReportData:
         files={name: what for name, what in FILES.items() if (run / name).exists() or name == "report.html"},
         settings=settings,
         resumed=facts.get("resumed", 0),
+        symmetry=symmetry,
+        symmetry_agreement=facts.get("symmetry_agreement"),
         provenance=_shown_provenance(folder),
         **maps,
         **optional,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,24 @@ SPLITS = ("file", "particle", "tomogram")
 GPU_PRECISIONS = ("half", "single")
 MOST_ANGLE_SHELLS = 20
 """33 thousand rotations in the first search; more is a mistake, not a local search."""
+_LARGEST_FOLD = 99
+
+
+def symmetry_name(name: str) -> str:
+    """A point group's name in capitals.
+
+    Raises
+    ------
+    SettingsError
+        There is no such group.
+    """
+    upper = name.strip().upper()
+    if upper in ("T", "O", "I", "I1", "I2", "I3", "I4"):
+        return upper
+    found = re.fullmatch(r"([CD])([1-9][0-9]*)", upper, re.ASCII)
+    if found is None or int(found.group(2)) > _LARGEST_FOLD:
+        raise SettingsError(f"--symmetry: expected C1, Cn or Dn (n up to {_LARGEST_FOLD}), T, O, I or I1 to I4; found {name!r}")
+    return upper
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +67,8 @@ class AlignSettings:
         Shifts tried in the first iteration; None: 0.15 of the diameter.
     max_shift_angst : float or None
         Hard limit of the distance from the list's shifts.
+    symmetry : str
+        Point group, about RELION's axes.
     adaptive : bool
         Increment and shift range follow the poses' changes; else they stay.
     score : str
@@ -90,6 +111,7 @@ class AlignSettings:
     angle_increment_deg: float = 4.5
     shift_range_angst: float | None = None
     max_shift_angst: float | None = None
+    symmetry: str = "C1"
     adaptive: bool = True
     score: str = "ml"
     highpass_angst: float | None = None
@@ -119,6 +141,7 @@ class AlignSettings:
                 (getattr(self, name) or "").encode()
             except UnicodeEncodeError:
                 raise SettingsError(f"{name}: {getattr(self, name)!r} is not UTF-8; expected another name, or a UTF-8 locale") from None
+        object.__setattr__(self, "symmetry", symmetry_name(self.symmetry))
         _one_of("--score", self.score, SCORES)
         _one_of("--split", self.split, SPLITS)
         _one_of("--tilt-axis", self.tilt_axis, ("x", "y"))
@@ -190,6 +213,7 @@ class AverageSettings:
     soft_edge_voxels: float = 5.0
     pixel_size_angst: float | None = None
     binning: float = 1.0
+    symmetry: str = "C1"
     fsc_criterion: float = 0.143
     tilt_range_deg: tuple[float, float] | None = None
     tilt_axis: str = "y"
@@ -212,6 +236,7 @@ class AverageSettings:
         _one_of("--weighting", self.weighting, ("ctf", "noise"))
         shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("weighting", "premultiplied")}
         AlignSettings(**shared)
+        object.__setattr__(self, "symmetry", symmetry_name(self.symmetry))
         if self.premultiplied is not None and self.weighting != "ctf":
             raise SettingsError("--premultiplied: matters for --weighting ctf only; other weights come from the noise itself")
 

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from scipy.spatial.transform import Rotation
 
-from numba_glocal.averaging import merge, move_frame, reconstruct, relative_motion
+from numba_glocal.averaging import merge, move_frame, reconstruct, relative_motion, symmetrise_sums
 from numba_glocal.backends.cpu import CPUBackend
 from numba_glocal.backends.protocols import Grid, ParticleBatch, ParticleMask, SumSetup, WeightedSum
 from numba_glocal.fourier import use_threads
 from numba_glocal.masks import spherical_mask
 from numba_glocal.noise import NoiseModel
 from numba_glocal.resolution import half_map_fsc
+from numba_glocal.symmetry import grid_factors, group_rotations
 from numba_glocal.values import Poses
 
 PIXEL = 4.0
@@ -30,8 +31,8 @@ def blobs(n, rotation=None, shift=(0.0, 0.0, 0.0), width=2.0):
     return total.astype(np.float32)
 
 
-def summed(n, rotations, shifts_voxels, weights=None, weighting=None):
-    """Sums of particles of the object at poses; `weights` (p, n, n, n // 2 + 1)."""
+def summed(n, rotations, shifts_voxels, weights=None, weighting=None, added_at=None):
+    """Sums of particles of the object at poses; `weights` (p, n, n, n // 2 + 1); `added_at` other rotations than the true ones."""
     ones = np.ones((n, n, n // 2 + 1), np.float32)
 
     def read(index):
@@ -43,8 +44,28 @@ def summed(n, rotations, shifts_voxels, weights=None, weighting=None):
 
     session = CPUBackend(0).open_sum(SumSetup(Grid(n, n, PIXEL), ParticleMask(0.4 * n, 3.0), weighting or NoiseModel(np.ones(n // 2 + 1))))
     batch = ParticleBatch(tuple(map(str, range(len(rotations)))), read)
-    assert session.add(batch, np.asarray(rotations, np.float64), np.asarray(shifts_voxels, np.float64) * PIXEL) == []
+    inserted = np.asarray(rotations if added_at is None else added_at, np.float64)
+    assert session.add(batch, inserted, np.asarray(shifts_voxels, np.float64) * PIXEL) == []
     return session.result()
+
+
+@pytest.mark.parametrize(("n", "name"), [(20, "D2"), (21, "O"), (20, "D3"), (21, "C4")])
+def test_sums_turned_on_the_grid_are_sums_of_all_copies(n, name):
+    """With a wedge, so that every copy brings weights of its own."""
+    rotations, shifts = Rotation.random(3, random_state=2).as_matrix(), np.random.default_rng(2).uniform(-1, 1, (3, 3))
+    kz, kx = np.fft.fftfreq(n) * n, np.arange(n // 2 + 1)
+    wedge = np.broadcast_to((np.abs(kx)[None, None] >= 0.6 * np.abs(kz)[:, None, None]), (n, n, n // 2 + 1)).astype(np.float32)
+
+    def of(turns):
+        poses, copies = np.repeat(rotations, len(turns), 0), (rotations[:, None] @ turns).reshape(-1, 3, 3)
+        weights = np.broadcast_to(wedge, (len(poses), *wedge.shape))
+        return summed(n, poses, np.repeat(shifts, len(turns), 0), weights, added_at=copies)
+
+    few, on_grid = grid_factors(name)
+    all_copies, found = merge([of(group_rotations(name))]), symmetrise_sums(merge([of(few)]), on_grid)
+    expected_map, found_map = reconstruct(all_copies, n), reconstruct(found, n)
+    assert np.abs(found_map - expected_map).max() < 1e-4 * np.abs(expected_map).max()
+    assert np.abs(found_map - reconstruct(merge([of(np.eye(3)[None])]), n)).max() > 0.05 * np.abs(expected_map).max()
 
 
 @pytest.mark.parametrize("n", [32, 33])

@@ -86,6 +86,7 @@ def test_a_job_file_is_checked_by_name_and_kind(text, words, tmp_path):
         ("tilt_range_deg", (float("nan"), 60.0), "--tilt-range"),
         ("tilt_axis", "z", "--tilt-axis"),
         ("split", "half", "--split"),
+        ("symmetry", "C0", "--symmetry"),
         ("seed", -1, "--seed"),
         ("subset", 1, "--subset"),
         ("max_bad", -1, "--max-bad"),

@@ -20,6 +20,7 @@ from ..particles import ParticleReader
 from .pinning import WorkerInfo
 
 _SESSIONS = 2
+_TURNED_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +93,12 @@ class AlignTask:
 
 @dataclass(frozen=True, slots=True)
 class SumTask:
-    """Add one chunk to its half's average."""
+    """Add one chunk to its half's average, each particle at ``R c`` for every turn ``c`` of (m, 3, 3); None: as it is."""
 
     chunk: Chunk
     reader: ParticleReader
     noise: NoiseModel
+    turns: NDArray[np.float64] | None = None
 
     @property
     def affinity(self) -> tuple[str, ...]:
@@ -226,12 +228,28 @@ def run_align(task: AlignTask) -> ChunkResult:
 
 def run_sum(task: SumTask) -> SumResult:
     """Runs a `SumTask` in this process."""
-    chunk = task.chunk
-    setup = SumSetup(task.reader.grid, task.reader.normalise_mask, task.noise)
+    chunk, grid = task.chunk, task.reader.grid
+    setup = SumSetup(grid, task.reader.normalise_mask, task.noise)
     session = _worker().backend.open_sum(setup)
+    turns = np.eye(3)[None] if task.turns is None else task.turns
+    # few enough at a time that all are still at hand for the next turn
+    step = len(chunk) if len(turns) == 1 else int(np.clip(_TURNED_BYTES // (8 * grid.binned_box_size**3), 1, len(chunk)))
+    bad: list[tuple[int, str]] = []
     try:
-        bad = session.add(task.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths), chunk.rotations, chunk.shifts_angst)
-        return SumResult(session.result(), bad)
+        for first in range(0, len(chunk), step):
+            rows = list(range(first, min(first + step, len(chunk))))
+            for number, turn in enumerate(turns):
+                batch = task.reader.batch(
+                    tuple(chunk.names[i] for i in rows), tuple(chunk.volume_paths[i] for i in rows), tuple(chunk.weight_paths[i] for i in rows)
+                )
+                left_out = session.add(batch, chunk.rotations[rows] @ turn, chunk.shifts_angst[rows])
+                if number == 0:
+                    bad += [(rows[index], reason) for index, reason in left_out]
+                    unusable = {index for index, _ in left_out}
+                    rows = [row for index, row in enumerate(rows) if index not in unusable]
+                if not rows:
+                    break
+        return SumResult(replace(session.result(), n_particles=len(chunk) - len(bad)), bad)
     finally:
         session.close()
 

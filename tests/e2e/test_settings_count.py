@@ -41,6 +41,12 @@ def average(run):
         return np.array(file.data), round(float(file.voxel_size.x), 3)
 
 
+def likeness_to_half_turn(run):
+    """Correlation with itself turned by 180 degrees about z; an even box has its centre at n / 2."""
+    volume = average(run)[0][1:, 1:, 1:]
+    return np.corrcoef(volume.ravel(), volume[:, ::-1, ::-1].ravel())[0, 1]
+
+
 def other_poses(base, changed):
     return np.abs(poses(base) - poses(changed)).max() > 1e-3
 
@@ -77,6 +83,7 @@ SETTINGS = {
         # the halves' common frame moves all of a half by an Angstrom or two afterwards
         lambda base, changed: np.linalg.norm(shifts_angst(changed), axis=1).max() < 6 < 10 < np.linalg.norm(shifts_angst(base), axis=1).max(),
     ),
+    "symmetry": ("C2", {}, lambda base, changed: likeness_to_half_turn(changed) > 0.999 > 0.9 > likeness_to_half_turn(base)),
     "adaptive": (
         False,
         {"iterations": 2, "angle_increment_deg": 12.0},
