@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
 Measured = dict[str, Any]
-_PARTICLES_OF_THE_LIMIT = 50
+_PARTICLES_OF_THE_LIMIT = 100
 
 
 # -- errors, without the package -------------------------------------------------------------------------------------
