@@ -12,7 +12,7 @@ import click
 
 from numba_glocal.errors import SettingsError
 from numba_glocal.job import prepare_job
-from numba_glocal.refinement import Refinement, RunResult
+from numba_glocal.refinement import Refinement, RunResult, last_iteration
 from numba_glocal.results import RunFolder
 from numba_glocal.settings import GPU_PRECISIONS, SPLITS, AlignSettings, read_job_file
 from numba_glocal.values import SCORES
@@ -33,7 +33,7 @@ from .options import (
 from .running import choose_workers, input_paths, new_folder, plan_facts, run_job, shown_warnings
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(AlignSettings)}
-_CHANGEABLE_ON_RESUME = {"iterations", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "gpu_memory_gib", "max_bad", "output"}
+_CHANGEABLE_ON_RESUME = {"iterations", "until_converged", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "gpu_memory_gib", "max_bad", "output"}
 _PATHS = {"particles", "reference", "mask"}
 _BEGINS_AGAIN = "holds no finished iteration; the run begins again"
 
@@ -69,6 +69,12 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @wedge_options
 @_option("--split", key="split", kind=click.Choice(SPLITS), text="Half-sets: as the list says, by particle, or by tomogram.")
 @_option("--iterations", key="iterations", kind=int, text="How often to iterate.")
+@click.option(
+    "--until-converged/--no-until-converged",
+    "until_converged",
+    default=None,
+    help="Stop before --iterations where poses and resolution have settled. [default: no]",
+)
 @click.option("--invert-contrast", is_flag=True, default=None, help="The particles' contrast is opposite to the map's.")
 @click.option("--normalise/--no-normalise", "normalise", default=None, help="Particles to mean 0, deviation 1 outside the mask. [default: yes]")
 @_option("--max-bad", key="max_bad", kind=int, text="Unusable particles tolerated. [default: the larger of 1 % and 3]", metavar="N")
@@ -104,7 +110,7 @@ def align_command(
         state = folder.last_state() if resume else None
         goes_on = state is not None
         if state is not None:
-            folder.check_unfinished(state, settings.iterations)
+            folder.check_unfinished(state, last_iteration(state, settings))
         if resume and not goes_on:
             note(f"--resume: {folder.path} {_BEGINS_AGAIN}")
         plan = choose_workers(settings)

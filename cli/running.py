@@ -25,7 +25,7 @@ from numba_glocal.execution.pool import WorkerEvent
 from numba_glocal.execution.tasks import particles_treated, start_worker, warm_up, warm_up_cuda
 from numba_glocal.fourier import padded_offset
 from numba_glocal.job import Job, largest_chunk, particle_bytes
-from numba_glocal.refinement import RunResult
+from numba_glocal.refinement import RunResult, has_converged
 from numba_glocal.report import WorkerSummary, write_report
 from numba_glocal.results import RunFolder, RunState, load_report_data, total_of_legs
 from numba_glocal.settings import AlignSettings, AverageSettings
@@ -212,7 +212,7 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
             ("start map", settings.reference or "average of the given poses"),
             ("first search", f"{text}; shifts within {shift:.0f} A"),
             ("score", settings.score),
-            ("iterations", str(settings.iterations)),
+            ("iterations", f"{'at most ' if settings.until_converged else ''}{settings.iterations}"),
             ("estimated time", _estimate(job, plan, levels)),
         ]
     _, free = memory_bytes()
@@ -353,6 +353,7 @@ def _write_summary(job: Job, folder: RunFolder, command: str, result: RunResult,
             "criterion": settings.fsc_criterion,
             "resolution_angst": result.crossing.resolution_angst if result.crossing.shell > 0 else None,
             "iterations": state.history if state is not None else [],
+            "converged": has_converged(state.history) if state is not None and state.history else None,
             "score": getattr(settings, "score", "none"),
             "workers": [dataclasses.asdict(worker) for worker in workers],
             "bad": [(job.particles.names[row], reason) for row, reason in sorted(result.bad.items())],
@@ -386,6 +387,9 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
     if state is not None and state.history:
         last = state.history[-1]
         say(f"Median change of the last iteration: {last['angle_change_deg']:.2f} degrees, {last['shift_change_angst']:.2f} A.")
+        if getattr(job.settings, "until_converged", False):
+            reached = "Converged" if has_converged(state.history) else "Not converged"
+            say(f"{reached} after {plural(len(state.history), 'iteration')}.")
     if result.bad:
         say(f"Left out: {plural(len(result.bad), 'particle')} that cannot be used, listed in the report and in log.txt.")
     legs = folder.legs()

@@ -42,6 +42,9 @@ HALVES = (1, 2)
 _SCALE_PARTICLES = 64
 _FRAME_BAND = 12.0
 _REFITS = 2
+_SETTLED_SHARE = 0.25
+_SETTLED_RUNS = 2
+"""Converged: this many iterations in succession moved the median pose by less than this share of its median uncertainty."""
 # A partial sum is as large as a padded map: few, large chunks. A GPU adds so fast that handing over the sum is what costs.
 _SUM_PARTS, _SUM_CHUNK = 4, 512
 _GPU_SUM_PARTS, _GPU_SUM_CHUNK, _GPU_SUM_BYTES = 1, (64, 1024), 4 << 30
@@ -465,8 +468,10 @@ class Refinement:
             self._bad = dict(state.bad)
             _log.info("resuming after iteration %d", state.iteration)
         result = None
-        while state.iteration < settings.iterations:
+        while state.iteration < last_iteration(state, settings):
             state, result = self._iterate(state)
+        if settings.until_converged:
+            _log.info("%s after iteration %d", "converged" if has_converged(state.history) else "not converged", state.iteration)
         result = self._stored_result(state) if result is None else result
         doubts = [*self._doubts(result.crossing), *symmetry_doubts(settings, state.symmetry_agreement)]
         return replace(result, warnings=tuple(doubts), symmetry_agreement=state.symmetry_agreement)
@@ -490,7 +495,7 @@ class Refinement:
     def _stored_result(self, state: RunState) -> RunResult:
         """Of a run that was stopped between its last iteration and its end."""
         assert isinstance(self.job.settings, AlignSettings)
-        self.folder.check_unfinished(state, self.job.settings.iterations)
+        self.folder.check_unfinished(state, last_iteration(state, self.job.settings))
         folder = self.folder.iteration_folder(state.iteration)
         fsc = self._fsc((read_volume(folder / "half1.mrc").data, read_volume(folder / "half2.mrc").data))
         used = np.delete(self.job.particles.half, list(state.bad))
@@ -537,7 +542,10 @@ class Refinement:
             "angle_change_deg": float(np.median(angle_change)),
             "shift_change_angst": float(np.median(shift_change)),
             "seconds": time.perf_counter() - begun,
+            "angle_sigma_deg": float(np.median(aligned.state.angle_sigma_deg[good])),
+            "shift_sigma_angst": float(np.median(aligned.state.shift_sigma_angst[good])),
         }
+        record["settled"] = has_settled(record, state.history)
         next_state = replace_state(
             aligned.state,
             iteration=number,
@@ -658,6 +666,36 @@ def symmetry_doubts(settings: AlignSettings | AverageSettings, agreement: tuple[
 def gpu_sum_chunk(box_size: int) -> int:
     """Particles of a GPU's sum task: their spectra fit into 4 GiB, whatever the list's length and the device."""
     return int(np.clip(_GPU_SUM_BYTES // (4 * box_size**3), *_GPU_SUM_CHUNK))
+
+
+def has_settled(record: dict[str, Any], before: list[dict[str, Any]]) -> bool:
+    """Whether an iteration changed nothing that matters: poses by a small share of their uncertainty, the resolution not for the better.
+
+    Parameters
+    ----------
+    record : dict
+        Of the iteration, as in `RunState.history`.
+    before : list of dict
+        Of those before it; the first iteration never settles.
+    """
+
+    def shells(entry: dict[str, Any]) -> float:
+        return 1.0 / entry["resolution_angst"] if entry["resolution_angst"] else 0.0
+
+    turned = record["angle_change_deg"] >= _SETTLED_SHARE * record["angle_sigma_deg"]
+    moved = record["shift_change_angst"] >= _SETTLED_SHARE * record["shift_sigma_angst"]
+    better = shells(record) > max((shells(entry) for entry in before), default=0.0) * (1 + 1e-6)
+    return bool(before and not turned and not moved and not better)
+
+
+def has_converged(history: list[dict[str, Any]]) -> bool:
+    """Whether the last iterations have all settled."""
+    return len(history) >= _SETTLED_RUNS and all(record.get("settled", False) for record in history[-_SETTLED_RUNS:])
+
+
+def last_iteration(state: RunState, settings: AlignSettings) -> int:
+    """The iteration that ends the run: the one reached, where it has converged and was to stop there; else --iterations."""
+    return state.iteration if settings.until_converged and has_converged(state.history) else settings.iterations
 
 
 def replace_state(state: RunState, **changes: Any) -> RunState:

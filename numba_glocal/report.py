@@ -45,6 +45,10 @@ class IterationSummary:
         Finest detail used in the search.
     angle_change_deg, shift_change_angst : float or None
         Median change of the poses in this iteration.
+    angle_sigma_deg, shift_sigma_angst : float or None
+        Median uncertainty of the poses, along one axis.
+    settled : bool
+        Poses moved by little of that, and the resolution was no better than before.
     seconds : float or None
         Wall time.
     """
@@ -56,6 +60,9 @@ class IterationSummary:
     angle_change_deg: float | None = None
     shift_change_angst: float | None = None
     seconds: float | None = None
+    angle_sigma_deg: float | None = None
+    shift_sigma_angst: float | None = None
+    settled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

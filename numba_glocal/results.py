@@ -313,7 +313,9 @@ class RunFolder:
             `state` is not before the last of `iterations`, and nothing else is missing.
         """
         if state.iteration > iterations or (state.iteration == iterations and self.is_complete(state)):
-            raise SettingsError(f"{self.path} already has {state.iteration} finished iterations; expected more --iterations to go on")
+            converged = bool(state.history) and bool(state.history[-1].get("settled", False))
+            hint = "; a run that has converged goes on with --no-until-converged" if converged else ""
+            raise SettingsError(f"{self.path} already has {state.iteration} finished iterations; expected more --iterations to go on{hint}")
 
     def write_maps(self, folder: Path, half_maps: tuple[NDArray[np.float32], NDArray[np.float32]], fsc: FSCCurve, criterion: float) -> None:
         """Half-maps and FSC of an iteration or of the run."""
@@ -531,6 +533,7 @@ def load_report_data(run: Path) -> ReportData:
         resumed=facts.get("resumed", 0),
         symmetry=symmetry,
         symmetry_agreement=facts.get("symmetry_agreement"),
+        converged=facts.get("converged"),
         provenance=_shown_provenance(folder),
         **maps,
         **optional,

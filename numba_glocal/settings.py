@@ -82,6 +82,9 @@ class AlignSettings:
     split : str
         Half-sets: "file", "particle" or "tomogram".
     iterations : int
+        At most, with `until_converged`.
+    until_converged : bool
+        Stops before where poses and resolution have settled (docs/scoring.md, 7).
     seed : int
     invert_contrast, normalise : bool
     subset : int or None
@@ -122,6 +125,7 @@ class AlignSettings:
     flip_tilt: bool = False
     split: str = "file"
     iterations: int = 4
+    until_converged: bool = False
     seed: int = 0
     invert_contrast: bool = False
     normalise: bool = True

@@ -154,3 +154,54 @@ def test_table_fills_markers(tmp_path: Path) -> None:
     assert "How it was done." in filled and "load 4.05" in filled  # a busy machine is no secret
     assert filled.startswith("a\n<!-- benchmark:memory -->\n") and filled.endswith("b\n<!-- benchmark:other -->kept<!-- /benchmark -->\n")
     assert table.fill(filled, tmp_path) == filled
+
+
+def test_accuracy_errors_are_those_of_a_known_disturbance(tiny_set: Path, tmp_path: Path) -> None:
+    """Poses turned and moved by known amounts, all in one frame that was turned as a whole: only the amounts are left."""
+    from scipy.spatial.transform import Rotation
+
+    accuracy = load("accuracy")
+    text = (tiny_set / "truth.star").read_text()
+    columns = accuracy.read_star(tiny_set / "truth.star")
+    rng = np.random.default_rng(1)
+    count = len(columns["rlnAngleRot"])
+    labels = list(columns)
+    angles = np.array([columns[f"rlnAngle{name}"] for name in ("Rot", "Tilt", "Psi")], float).T
+    origins = np.array([columns[f"rlnOrigin{axis}Angst"] for axis in "XYZ"], float).T
+    true = Rotation.from_euler("ZYZ", angles, degrees=True).inv()
+    errors = rng.normal(size=(count, 3)) * 0.5
+    errors -= errors.mean(0)
+    moves = rng.normal(size=(count, 3))
+    frame = Rotation.from_rotvec([0.02, -0.03, 0.01])
+    changed = (Rotation.from_rotvec(np.deg2rad(errors)) * true * frame).inv().as_euler("ZYZ", degrees=True)
+    lines, row = [], 0
+    for line in text.splitlines():
+        cells = line.split()
+        if len(cells) == len(labels) and "subtomo/" in line:
+            for name, value in zip(("Rot", "Tilt", "Psi"), changed[row], strict=True):
+                cells[labels.index(f"rlnAngle{name}")] = f"{value:.8f}"
+            for axis, value in zip("XYZ", origins[row] - moves[row], strict=True):
+                cells[labels.index(f"rlnOrigin{axis}Angst")] = f"{value:.8f}"
+            line, row = " ".join(cells), row + 1
+        lines.append(line)
+    assert row == count
+    (tmp_path / "changed.star").write_text("\n".join(lines) + "\n")
+    found = accuracy.PoseErrors(tiny_set / "truth.star", tmp_path / "changed.star")
+    assert np.abs(found.rotvec_deg - errors).max() < 0.35 and np.abs(found.angle_deg - np.linalg.norm(errors, axis=1)).mean() < 0.15
+    # one offset in the reference's frame is taken off too: what is left of the moves differs by that alone
+    turned = np.einsum("pji,pj->pi", true.as_matrix(), moves - found.shift_angst)
+    assert np.ptp(turned, axis=0).max() < 1e-5 and np.abs(turned).max() < 1.5
+
+
+@pytest.mark.slow
+def test_accuracy(tiny_set: Path, tmp_path: Path) -> None:
+    """Every iteration has its errors, the limit is below them, and no path is written."""
+    load("accuracy").main([str(tiny_set), "--scores", "ml", "--iterations", "2", "--diameter", "300", "-o", str(tmp_path)])
+    text = (tmp_path / "accuracy.json").read_text()
+    assert str(tiny_set) not in text
+    rows = json.loads(text)["rows"]
+    iterations = [row for row in rows if row["benchmark"] == "iteration"]
+    limit = next(row for row in rows if row["benchmark"] == "limit")
+    assert [row["iteration"] for row in iterations] == [1, 2]
+    assert 0 < limit["expected_median_deg"] < iterations[-1]["median_deg"] * 1.5
+    assert 0 < limit["true_map_median_deg"] <= limit["true_map_p90_deg"] <= limit["true_map_worst_deg"]

@@ -99,6 +99,12 @@ SETTINGS = {
     "split": ("tomogram", {}, other_halves),
     "seed": (5, {"split": "particle"}, other_halves),
     "iterations": (2, {}, lambda base, changed: (len(history(base)), len(history(changed))) == (1, 2)),
+    "until_converged": (
+        True,
+        # a run that has nothing left to find: truth as the start, no wider search
+        {"particles": "truth", "iterations": 8, "angle_shells": 0, "initial_lowpass_angst": 40.0},
+        lambda base, changed: len(history(changed)) < len(history(base)) == 8,
+    ),
     "invert_contrast": (True, {}, "leave out --invert-contrast"),
     "normalise": (False, {"particles": "louder"}, lambda base, changed: average(changed)[0].std() > 5 * average(base)[0].std()),
     "subset": (3, {}, lambda base, changed: len(column(base, "ngScore")) == 12 and len(column(changed, "ngScore")) == 6),
