@@ -58,6 +58,7 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @_option("--binning", key="binning", kind=float, text="Fourier cropping, whole or fractional; results stay in Angstrom.")
 @_option("--angle-shells", key="angle_shells", kind=int, text="Steps to either side of each pose in the first search.")
 @_option("--angle-increment", key="angle_increment_deg", kind=float, text="Angular step of the first search.", metavar="DEGREES")
+@click.option("--global", "global_search", is_flag=True, default=None, help="First iteration from no orientations; those of the list do not matter.")
 @_option("--shift-range", key="shift_range_angst", kind=float, text="Shifts tried at first. [default: 0.15 of the diameter]", metavar="ANGSTROM")
 @_option("--max-shift", key="max_shift_angst", kind=float, text="Hard limit of the distance from the list's positions.", metavar="ANGSTROM")
 @symmetry_option

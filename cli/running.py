@@ -202,7 +202,7 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         k_start = min(job.k_limit, job.shell_of(settings.initial_lowpass_angst))
         shift = settings.shift_range_angst or 0.15 * job.diameter_angst
         levels = search_levels(
-            SearchPlan(settings.angle_increment_deg, settings.angle_shells, shift, max(3.0, float(int(k_start)))),
+            SearchPlan(settings.angle_increment_deg, settings.angle_shells, shift, max(3.0, float(int(k_start))), settings.global_search),
             grid.binned_box_size,
             grid.binned_pixel_size_angst,
             job.radius_voxels,
@@ -210,7 +210,7 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         text = ", ".join(f"{len(level.rotations)} rotations to {job.shell_of(1.0) / level.k_max:.0f} A" for level in levels)
         facts += [
             ("start map", settings.reference or "average of the given poses"),
-            ("first search", f"{text}; shifts within {shift:.0f} A"),
+            ("first search", f"{'all orientations: ' if settings.global_search else ''}{text}; shifts within {shift:.0f} A"),
             ("score", settings.score),
             ("iterations", f"{'at most ' if settings.until_converged else ''}{settings.iterations}"),
             ("estimated time", _estimate(job, plan, levels)),

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .backends.protocols import ParticleBatch, PoseEstimates, SearchLevel, SearchSession, as_candidates, unusable
+from .backends.protocols import Candidates, ParticleBatch, PoseEstimates, SearchLevel, SearchSession, as_candidates, unusable
 from .noise import ResidualPower
-from .sampling import local_rotations
+from .sampling import local_rotations, rotations_for_increment
 
 SEEDS = 4
 """Candidates kept between levels that do not reach the full band."""
 
+GLOBAL_SEEDS = (12, 6)
+"""Candidates kept after the first and the second level of a global search, which still hold several modes."""
+
+UNLIKELY = 25.0
+"""A candidate whose log-likelihood is so much below the best one's is not followed (its weight is 1e-11)."""
+
 _FINE_SHELLS = 2
+_REFINEMENT_REACH = 1.5
+"""Angular step from which the refinement finds the peak, in units of what the band can tell."""
 _BAND_FACTOR = 1.2
 _SHIFT_FACTOR = 0.8
 _LOWEST_BAND = 6.0
+_GLOBAL_INCREMENT_DEG = 15.0
+_GLOBAL_BAND_FACTOR, _GLOBAL_STEP_FACTOR = 5.5, 4.5
+_WIDEST_INCREMENT_DEG = 25.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +46,15 @@ class SearchPlan:
         Ball of shifts tried at the first level.
     k_max : float
         Full band, 1 / box.
+    everywhere : bool
+        A global search: all orientations, whatever the start's; increment and shells say nothing then.
     """
 
     increment_deg: float
     shells: int
     shift_radius_angst: float
     k_max: float
+    everywhere: bool = False
 
 
 def shift_step_angst(k_max: float, box_size: int, pixel_size_angst: float) -> float:
@@ -73,17 +87,23 @@ def search_levels(plan: SearchPlan, box_size: int, pixel_size_angst: float, radi
     """
     levels: list[SearchLevel] = []
     step, shells, radius = plan.increment_deg, plan.shells, plan.shift_radius_angst
+    lowest, finest = _LOWEST_BAND, math.inf
+    if plan.everywhere:
+        step, lowest = global_start(plan.k_max, box_size, radius_voxels)
+        # the refinement needs a start within reach, also where all levels have one band
+        finest = _REFINEMENT_REACH * angular_resolution_deg(math.floor(plan.k_max), box_size, radius_voxels)
     while True:
-        band = min(plan.k_max, max(_LOWEST_BAND, _BAND_FACTOR * box_size / (2.0 * math.pi * radius_voxels * math.radians(step))))
+        band = min(plan.k_max, max(lowest, _BAND_FACTOR * angular_resolution_deg(1.0, box_size, radius_voxels) / step))
         band = float(max(2.0, math.floor(band)))
-        last = band >= math.floor(plan.k_max)
+        last = band >= math.floor(plan.k_max) and step <= finest
+        seeds = GLOBAL_SEEDS[len(levels)] if plan.everywhere and len(levels) < len(GLOBAL_SEEDS) else SEEDS
         levels.append(
             SearchLevel(
-                local_rotations(step, shells),
+                rotations_for_increment(step) if plan.everywhere and not levels else local_rotations(step, shells),
                 radius,
                 shift_step_angst(band, box_size, pixel_size_angst),
                 band,
-                1 if last else SEEDS,
+                1 if last else seeds,
                 1.1 * step,
             )
         )
@@ -91,6 +111,18 @@ def search_levels(plan: SearchPlan, box_size: int, pixel_size_angst: float, radi
             return tuple(levels)
         step, shells = step / 2.0, _FINE_SHELLS
         radius = max(shift_step_angst(band, box_size, pixel_size_angst), pixel_size_angst)
+
+
+def global_start(k_max: float, box_size: int, radius_voxels: float) -> tuple[float, float]:
+    """Angular step and band of a global search's first level.
+
+    15 degrees (4,400 rotations) and the band at which that is 5.5 times what the band can tell; where the start map ends before, its own
+    band and a wider step. Finer steps found no more on made and real particles, steps of 20 degrees at band 8 a few less.
+    """
+    widest = _GLOBAL_BAND_FACTOR * angular_resolution_deg(1.0, box_size, radius_voxels) / _GLOBAL_INCREMENT_DEG
+    band = float(max(2.0, math.floor(min(k_max, max(_LOWEST_BAND, widest)))))
+    step = _GLOBAL_STEP_FACTOR * angular_resolution_deg(band, box_size, radius_voxels)
+    return min(_WIDEST_INCREMENT_DEG, max(_GLOBAL_INCREMENT_DEG, step)), band
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +155,8 @@ def align_chunk(
     anchor_angst: NDArray[np.float64],
     levels: tuple[SearchLevel, ...],
     refine: bool,
+    everywhere: bool = False,
+    evidence: float = 0.0,
 ) -> ChunkResult:
     """Searches level by level, refines, and collects residuals at the poses found.
 
@@ -138,12 +172,16 @@ def align_chunk(
         Empty: no search.
     refine : bool
         Whether to end with Gauss-Newton.
+    everywhere : bool
+        The first level holds all orientations: it starts from none, with the shifts of the starts.
+    evidence : float
+        Log-likelihood that one unit of score stands for; 0 where scores are no likelihoods. Unlikely candidates are then dropped between levels.
     """
     bad = session.load(particles)
-    candidates = as_candidates(rotations, shifts_angst)
+    candidates = as_candidates(np.broadcast_to(np.eye(3), rotations.shape) if everywhere else rotations, shifts_angst)
     candidates.scores[unusable(bad, len(particles.keys))] = -np.inf
     for level in levels:
-        candidates = session.search(candidates, anchor_angst, level)
+        candidates = session.search(drop_unlikely(candidates, evidence), anchor_angst, level)
     found = candidates.scores[:, 0] > -np.inf
     estimates = None
     if refine:
@@ -156,3 +194,13 @@ def align_chunk(
     residuals = session.residuals(out_rotations, out_shifts)
     session.unload()
     return ChunkResult(out_rotations, out_shifts, estimates, residuals, bad)
+
+
+def drop_unlikely(candidates: Candidates, evidence: float) -> Candidates:
+    """Without those whose weight, by the log-likelihood ``evidence * score``, is nothing beside the best one's."""
+    if evidence <= 0.0 or candidates.scores.shape[1] == 1:
+        return candidates
+    behind = candidates.scores.max(axis=1, keepdims=True) - candidates.scores
+    with np.errstate(invalid="ignore"):  # -inf - -inf where a particle has no candidate
+        unlikely = behind * evidence > UNLIKELY
+    return replace(candidates, scores=np.where(unlikely, -np.inf, candidates.scores))

@@ -69,3 +69,7 @@ class BadParticleError(GlocalError):
 
     def __reduce__(self) -> tuple[type[BadParticleError], tuple[str, str]]:
         return type(self), (self.name, self.reason)
+
+
+class NoAnglesWarning(UserWarning):
+    """A list has no orientations; of no interest to a search that needs none."""

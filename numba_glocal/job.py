@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backends.protocols import Grid, ParticleMask
-from .errors import SettingsError, VolumeError, plural
+from .errors import NoAnglesWarning, SettingsError, VolumeError, plural
 from .execution.tasks import Chunk
 from .filters import lowpass
 from .fourier import grid_shells, max_band, padded_offset
@@ -109,6 +109,8 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     warnings: list[str] = []
     premultiplied = settings.premultiplied if isinstance(settings, AverageSettings) else None
     with _kept_in(warnings):
+        if isinstance(settings, AlignSettings) and settings.global_search:
+            python_warnings.simplefilter("ignore", NoAnglesWarning)
         particles = read_particles(Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, premultiplied=premultiplied)
     half, notes = assign_half_sets(particles, settings.split, settings.seed)
     warnings += notes

@@ -55,6 +55,12 @@ def spherical_mask(box_size: int, radius_voxels: float, soft_edge_voxels: float 
 
 
 @lru_cache(maxsize=4)
+@lru_cache(maxsize=4)
+def sphere_mean_square(box_size: int, radius_voxels: float, soft_edge_voxels: float) -> float:
+    """Mean over the box of a soft sphere's square: what a log-likelihood of data under it must be multiplied by."""
+    return float((spherical_mask(box_size, radius_voxels, soft_edge_voxels).astype(np.float64) ** 2).mean())
+
+
 def outside_sphere(box_size: int, radius_voxels: float) -> tuple[NDArray[np.float32], int]:
     """What lies outside a sphere, as flat weights 0 and 1, and the number of voxels; all of the box where the sphere fills it.
 

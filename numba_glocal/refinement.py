@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .alignment import ChunkResult, SearchPlan, angular_resolution_deg, shift_step_angst
+from .alignment import ChunkResult, SearchPlan, angular_resolution_deg, global_start, shift_step_angst
 from .averaging import merge, move_frame, reconstruct, relative_motion, symmetrise_sums
 from .backends.protocols import WeightedSum
 from .errors import GlocalError, InputError, SettingsError, plural
@@ -45,6 +45,10 @@ _REFITS = 2
 _SETTLED_SHARE = 0.25
 _SETTLED_RUNS = 2
 """Converged: this many iterations in succession moved the median pose by less than this share of its median uncertainty."""
+_GLOBAL_ITERATIONS = 1
+_GLOBAL_SCALE_PARTICLES = 24
+_NOTHING = 1e-12
+"""Factor on a reference whose residual is to be the whole power: a first guess of the noise that needs no poses."""
 # A partial sum is as large as a padded map: few, large chunks. A GPU adds so fast that handing over the sum is what costs.
 _SUM_PARTS, _SUM_CHUNK = 4, 512
 _GPU_SUM_PARTS, _GPU_SUM_CHUNK, _GPU_SUM_BYTES = 1, (64, 1024), 4 << 30
@@ -295,11 +299,12 @@ class Refinement:
         job, settings = self.job, self.job.settings
         assert isinstance(settings, AlignSettings)
         scored = {}
-        rows = {half: np.flatnonzero(job.particles.half == half)[:_SCALE_PARTICLES] for half in HALVES}
-        looked_at = np.sort(np.concatenate(list(rows.values())))
-        some = job.particles.take(looked_at)
+        looked_at = _GLOBAL_SCALE_PARTICLES if settings.global_search else _SCALE_PARTICLES
+        rows = {half: np.flatnonzero(job.particles.half == half)[:looked_at] for half in HALVES}
+        some_rows = np.sort(np.concatenate(list(rows.values())))
+        some = job.particles.take(some_rows)
         chunks = [(half, chunk) for half in HALVES for chunk in make_chunks(some, some.poses.shifts_angst, half, largest=self._largest_chunk)]
-        plan = SearchPlan(state.increment_deg, settings.angle_shells, state.shift_range_angst, state.k_max)
+        plan = self._plan(state)
 
         def tasks(sign: float, noise: dict[int, NoiseModel], used_plan: SearchPlan | None) -> list[AlignTask]:
             limit = math.inf if settings.max_shift_angst is None else settings.max_shift_angst
@@ -323,8 +328,8 @@ class Refinement:
 
         power = {half: ResidualPower.empty(job.grid.binned_box_size // 2 + 1) for half in HALVES}
         # with a vanishing reference the residual is the whole power: a first guess of the noise
-        for task, result in self._subset_results("first look at the noise", tasks(1e-12, self._flat_noise(), None)):
-            self._note_rows([int(looked_at[task.chunk.rows[index]]) for index, _ in result.bad], task, result.bad)
+        for task, result in self._subset_results("first look at the noise", tasks(_NOTHING, self._flat_noise(), None)):
+            self._note_rows([int(some_rows[task.chunk.rows[index]]) for index, _ in result.bad], task, result.bad)
             power[task.chunk.half] += result.residuals
         noise = self._fit_noise(power, state.k_max)
         numerator = denominator = 0.0
@@ -501,6 +506,17 @@ class Refinement:
         used = np.delete(self.job.particles.half, list(state.bad))
         return RunResult(fsc, self._crossing(fsc), dict(state.bad), (int((used == 1).sum()), int((used == 2).sum())))
 
+    def _plan(self, state: RunState) -> SearchPlan:
+        """What the iteration after `state` searches."""
+        settings = self.job.settings
+        assert isinstance(settings, AlignSettings)
+        everywhere = settings.global_search and state.iteration < _GLOBAL_ITERATIONS
+        return SearchPlan(state.increment_deg, settings.angle_shells, state.shift_range_angst, state.k_max, everywhere)
+
+    def _increment_deg(self, plan: SearchPlan) -> float:
+        """Angular step of the first level."""
+        return global_start(plan.k_max, self.job.grid.binned_box_size, self.job.radius_voxels)[0] if plan.everywhere else plan.increment_deg
+
     def _iterate(self, state: RunState) -> tuple[RunState, RunResult]:
         settings = self.job.settings
         assert isinstance(settings, AlignSettings)
@@ -510,9 +526,10 @@ class Refinement:
         references = self._references(state.iteration)
         before = state.poses
         # noise at the poses as they are, then search, then noise at the poses found and, in the first iterations, once more
-        looked = self._align(f"{name}: noise", state, references, self._flat_noise(), state.k_max, None, False)
+        plan = self._plan(state)
+        looked_with = {half: replace(file, scale=_NOTHING) for half, file in references.items()} if plan.everywhere else references
+        looked = self._align(f"{name}: noise", state, looked_with, self._flat_noise(), state.k_max, None, False)
         noise = self._fit_noise(looked.residuals, state.k_max)
-        plan = SearchPlan(state.increment_deg, settings.angle_shells, state.shift_range_angst, state.k_max)
         aligned = self._align(f"{name}: align", state, references, noise, state.k_max, plan, True)
         noise = self._fit_noise(aligned.residuals, state.k_max)
         if number <= _REFITS:
@@ -537,7 +554,7 @@ class Refinement:
         record = {
             "number": number,
             "resolution_angst": finite_or_none(crossing.resolution_angst),
-            "increment_deg": state.increment_deg,
+            "increment_deg": self._increment_deg(plan),
             "band_angst": self.job.grid.binned_box_size * self.job.grid.binned_pixel_size_angst / state.k_max,
             "angle_change_deg": float(np.median(angle_change)),
             "shift_change_angst": float(np.median(shift_change)),

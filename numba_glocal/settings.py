@@ -62,7 +62,9 @@ class AlignSettings:
     binning : float
         Fourier cropping, whole or fractional.
     angle_shells, angle_increment_deg
-        Local search of the first iteration.
+        Local search of the first iteration; of the second one when the first is global.
+    global_search : bool
+        The first iteration looks at all orientations; those of the list do not matter.
     shift_range_angst : float or None
         Shifts tried in the first iteration; None: 0.15 of the diameter.
     max_shift_angst : float or None
@@ -112,6 +114,7 @@ class AlignSettings:
     binning: float = 1.0
     angle_shells: int = 3
     angle_increment_deg: float = 4.5
+    global_search: bool = False
     shift_range_angst: float | None = None
     max_shift_angst: float | None = None
     symmetry: str = "C1"
@@ -172,6 +175,11 @@ class AlignSettings:
         if self.angle_shells * self.angle_increment_deg >= 180:
             raise SettingsError(
                 f"--angle-shells {self.angle_shells} x --angle-increment {self.angle_increment_deg:g} reaches 180 degrees; expected a local search"
+            )
+        if self.global_search and self.reference is None:
+            raise SettingsError(
+                "--global: orientations are taken as unknown, so there is no average to start from; expected a start map (--reference),"
+                " such as the average.mrc of `numba-glocal average` where the list's poses are good for one"
             )
         if self.iterations < 1:
             raise SettingsError(f"--iterations: expected 1 or more, found {self.iterations}")

@@ -15,6 +15,7 @@ from ..alignment import ChunkResult, SearchPlan, align_chunk, search_levels
 from ..backends.protocols import Backend, Grid, ParticleMask, SearchSession, SearchSetup, SumSetup, WeightedSum
 from ..errors import WorkerError
 from ..io.paths import whole_file
+from ..masks import sphere_mean_square
 from ..noise import NoiseModel
 from ..particles import ParticleReader
 from .pinning import WorkerInfo
@@ -223,7 +224,11 @@ def run_align(task: AlignTask) -> ChunkResult:
     grid = task.reader.grid
     levels = () if task.plan is None else search_levels(task.plan, grid.binned_box_size, grid.binned_pixel_size_angst, task.radius_voxels)
     batch = task.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths)
-    return align_chunk(session, batch, chunk.rotations, chunk.shifts_angst, chunk.anchors_angst, levels, task.refine)
+    everywhere = task.plan is not None and task.plan.everywhere
+    evidence = 0.0
+    if everywhere and task.score == "ml":
+        evidence = sphere_mean_square(grid.binned_box_size, task.particle_mask.radius_voxels, task.particle_mask.soft_edge_voxels)
+    return align_chunk(session, batch, chunk.rotations, chunk.shifts_angst, chunk.anchors_angst, levels, task.refine, everywhere, evidence)
 
 
 def run_sum(task: SumTask) -> SumResult:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..errors import InputError, ListError
+from ..errors import InputError, ListError, NoAnglesWarning
 from ..geometry import matrix_to_relion, relion_to_matrix
 from ..values import IntArray, ParticleSet, Poses
 from .paths import VolumeFinder, find_volumes
@@ -148,7 +148,7 @@ def read_relion_particles(
     for labels in (ANGLES, ORIGINS_ANGST, ORIGINS_PIXEL):
         _refuse_partial(block, labels)
     if ANGLES[0] not in block.labels:
-        warnings.warn(f"{path}: the list has no angles: every particle starts at 0, 0, 0", stacklevel=2)
+        warnings.warn(f"{path}: the list has no angles: every particle starts at 0, 0, 0", NoAnglesWarning, stacklevel=2)
     poses = Poses(relion_to_matrix(_triples(block, ANGLES)), -_origins_angst(block, pixel_size))
     half = _half_sets(block)
     return ParticleSet(
