@@ -75,6 +75,7 @@ SETTINGS = {
     ),
     "binning": (1.25, {}, lambda base, changed: average(changed)[0].shape == (16,) * 3 and average(changed)[1] == 20),
     "angle_shells": (0, {}, other_poses),
+    "global_search": (True, {"iterations": 1}, other_poses),
     "angle_increment_deg": (1.0, {}, lambda base, changed: history(changed)[0]["increment_deg"] == 1.0 and other_poses(base, changed)),
     "shift_range_angst": (1.0, {}, other_poses),
     "max_shift_angst": (
