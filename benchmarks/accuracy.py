@@ -5,8 +5,8 @@
 FOLDER holds ``truth.mrc``, ``truth.star``, ``start.star`` and the particles, as the independent simulator makes them; it is made where it
 is absent (by default `benchmarks/data/setA`, 100 ribosomes). The errors are computed here from the two lists, without the package.
 
-The limit is the inverse of the Hessian (the Cramer-Rao bound) at the true poses, with the true map as reference and noise fitted there: no
-unbiased method does better with these particles and this noise model, and one that must find its reference from them does worse.
+What is expected is the inverse of the Hessian at the true poses, with the true map as reference and noise fitted there. It is the Cramer-Rao
+bound up to an approximate factor for the mask; errors with the true map may come out a little below it.
 """
 
 from __future__ import annotations
