@@ -7,6 +7,7 @@ from numba import cuda
 
 from numba_glocal.backends import lines
 from numba_glocal.backends.cuda import kernels, tensor
+from numba_glocal.backends.cuda.scratch import Scratch
 
 BOX, K_MAX, ROTATIONS, ITEMS = 16, 3.0, 18, 10
 
@@ -66,6 +67,7 @@ def main() -> None:
     expected, expected_row = by_definition(band, cube, rotated, columns)
     np.testing.assert_allclose(best, expected, atol=2e-3 * np.abs(expected).max())
     assert (best_row == expected_row).mean() > 0.98
+    parts_have_their_own_weights(search, columns)
     print("fragments agree")
 
 
@@ -98,6 +100,21 @@ def by_definition(band, cube, rotated, columns):
     phase = np.exp(2j * np.pi / BOX * (shifts @ (band.lattice @ lines.GENERIC_ROTATION.T).T))
     num = np.einsum("aq,iq,tq->iat", f.conj(), c, phase).real
     return num.max(-1), cube.inside[num.argmax(-1)]
+
+
+def parts_have_their_own_weights(search, columns):
+    """Items that do not fit at once are worked in parts, each with its own rows of the weighting."""
+    seen = []
+    tensor.TensorSearch._run_part = lambda self, part, scales, weighting, best, best_shift, scratch, shape: seen.append(
+        (part.shape[0], weighting.multiplier.copy_to_host()[:, 0], weighting.bias.copy_to_host()[:, 0])
+    )
+    number = np.repeat(np.arange(ITEMS, dtype=np.float32)[:, None], 3, 1)
+    weighting = tensor.Weighting(True, cuda.to_device(number), cuda.to_device(-number))
+    best = cuda.device_array((ITEMS, ROTATIONS), np.float32)
+    search.run(cuda.to_device(columns.reshape(ITEMS, -1)), ITEMS, weighting, best, best, Scratch(part_bytes=1))
+    assert [count for count, _, _ in seen] == [8, 2]
+    np.testing.assert_array_equal(np.concatenate([multiplier for _, multiplier, _ in seen]), np.arange(ITEMS))
+    np.testing.assert_array_equal(np.concatenate([bias for _, _, bias in seen]), -np.arange(ITEMS))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .. import lines
 from . import gemm, kernels
 from .scratch import Scratch
-from .tensor import Weighting, root_weights
+from .tensor import Weighting, root_weights, unit_scale
 
 _WRITE_BYTES_PER_US = 1.2e6
 _HALF_FLOPS_PER_US = 7.0e8
@@ -77,8 +77,6 @@ class ProductSearch:
     ) -> ProductSearch:
         """Uploads what the kernels need of a level."""
         root = root_weights(band, inverse_sigma2)
-        power = powers[0].copy_to_host()
-        mean_square = float((power.astype(np.float64) * root.astype(np.float64) ** 2).mean()) / 2.0
         steps = cube.shifts_voxels[cube.inside] @ lines.GENERIC_ROTATION  # back to the lattice's own axes
         return cls(
             band,
@@ -90,7 +88,7 @@ class ProductSearch:
             cuda.to_device(root),
             cuda.to_device((steps / box_size).astype(np.float32)),
             cuda.to_device(cube.inside.astype(np.int32)),
-            1.0 / np.sqrt(max(mean_square, 1e-30)),
+            unit_scale(powers, root),
         )
 
     @property

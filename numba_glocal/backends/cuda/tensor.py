@@ -442,6 +442,13 @@ def root_weights(band: lines.LineBand, inverse_sigma2: NDArray[np.float32]) -> N
     return np.sqrt(np.maximum(value, 1e-30)).astype(np.float32)
 
 
+def unit_scale(powers: Any, root: NDArray[np.float32]) -> float:
+    """Factor that brings rotated references, times `root`, to unit root mean square; from the power (a, m) of the first of them."""
+    power = powers[0].copy_to_host().astype(np.float64)
+    mean_square = float((power * root.astype(np.float64) ** 2).mean()) / 2.0
+    return float(1.0 / np.sqrt(max(mean_square, 1e-30)))
+
+
 @dataclass(frozen=True, slots=True)
 class _Launch:
     """One kernel, for all z steps that need it.
@@ -512,9 +519,7 @@ class TensorSearch:
     ) -> TensorSearch:
         """Turns the templates of `kernels.fill_templates` into fragments and uploads what the kernels need of a level."""
         root = root_weights(band, inverse_sigma2)
-        power = powers[0].copy_to_host()
-        mean_square = float((power.astype(np.float64) * root.astype(np.float64) ** 2).mean()) / 2.0
-        scale = 1.0 / np.sqrt(max(mean_square, 1e-30))
+        scale = unit_scale(powers, root)
         chunks = chunks_of(band)
         row_tiles = -(-n_rotations // _ROTATIONS)
         rotated = cuda.device_array(row_tiles * chunks.count * 2 * _WORDS, np.float16)
@@ -552,7 +557,7 @@ class TensorSearch:
             device_root,
             cuda.to_device((angle * np.array(steps)).astype(np.float32)),
             rotated,
-            float(scale),
+            scale,
             launches,
             len(steps),
         )
@@ -577,9 +582,8 @@ class TensorSearch:
         part = max(1, scratch.part_bytes // tile_bytes) * _ITEMS
         for first in range(0, items, part):
             last = min(items, first + part)
-            if weighting.used:
-                weighting = Weighting(True, weighting.multiplier[first:last], weighting.bias[first:last])
-            self._run_part(columns[first:last], scales[first:last], weighting, best[first:last], best_shift[first:last], scratch, shape)
+            own = Weighting(True, weighting.multiplier[first:last], weighting.bias[first:last]) if weighting.used else weighting
+            self._run_part(columns[first:last], scales[first:last], own, best[first:last], best_shift[first:last], scratch, shape)
 
     def _run_part(self, columns: Any, scales: Any, weighting: Weighting, best: Any, best_shift: Any, scratch: Scratch, shape: BlockShape) -> None:
         items = columns.shape[0]
