@@ -25,9 +25,10 @@ from numba_glocal.execution.pool import WorkerEvent
 from numba_glocal.execution.tasks import particles_treated, start_worker, warm_up, warm_up_cuda
 from numba_glocal.fourier import padded_offset
 from numba_glocal.job import Job, largest_chunk, particle_bytes
-from numba_glocal.refinement import RunResult, has_converged
+from numba_glocal.refinement import RunResult
 from numba_glocal.report import WorkerSummary, write_report
 from numba_glocal.results import RunFolder, RunState, load_report_data, total_of_legs
+from numba_glocal.schedule import has_converged
 from numba_glocal.settings import AlignSettings, AverageSettings
 from numba_glocal.symmetry import grid_factors
 
