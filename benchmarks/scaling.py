@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import RESULTS, ROOT, Run, environment, make_particles, maps_digest, need_gpus, run_align, show, write_results
+from common import RESULTS, ROOT, Run, environment, gpu_names, make_particles, maps_digest, need_gpus, run_align, show, write_results
 
 NOTES = (
     "Particles a second over whole iterations: 'first' with reading the files, 'later' (median of those after the first) with the particles"
@@ -154,7 +154,8 @@ def main(arguments: list[str] | None = None) -> None:
     if given.cpu and given.slow_gpu:
         parser.error("--slow-gpu needs GPUs")
     if not given.cpu:
-        need_gpus(max(given.gpus))
+        need_gpus(min(given.gpus))
+        given.gpus = [count for count in given.gpus if count <= len(gpu_names())]
     about = environment()
     particles, box, iterations = (24, 24, 2) if given.quick else (given.particles, given.box, given.iterations)
     scratch = Path(tempfile.mkdtemp(prefix="glocal_bench_"))
