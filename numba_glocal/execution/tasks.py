@@ -226,7 +226,7 @@ def run_align(task: AlignTask) -> ChunkResult:
     batch = task.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths)
     everywhere = task.plan is not None and task.plan.everywhere
     evidence = 0.0
-    if everywhere and task.score == "ml":
+    if levels and task.score == "ml":
         evidence = sphere_mean_square(grid.binned_box_size, task.particle_mask.radius_voxels, task.particle_mask.soft_edge_voxels)
     symmetry = "C1" if task.plan is None else task.plan.symmetry
     poses = chunk.rotations, chunk.shifts_angst, chunk.anchors_angst
