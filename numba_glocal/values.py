@@ -63,6 +63,38 @@ class Poses:
 
 
 @dataclass(frozen=True, slots=True)
+class TiltRange:
+    """A missing wedge given by the tilts of a series; a tuple of them is the union of what each samples (dual-axis series).
+
+    Attributes
+    ----------
+    tilt_min_deg, tilt_max_deg : float
+        Within -90 .. 90.
+    tilt_axis : {"y", "x"}
+    flip : bool
+        Take tilts with the other sign.
+    turn : (9,) tuple of float, optional
+        Rotation matrix (row by row) that carries the tilt axis and the beam onto those of the particle's volume; None: they are.
+    smooth_voxels : float
+        Width of a cosine edge outside of the sampled region, in voxels of the unbinned spectrum.
+    cutoff_voxels : float
+        Nothing is sampled beyond this radius of the unbinned spectrum; 0: no limit.
+    """
+
+    tilt_min_deg: float
+    tilt_max_deg: float
+    tilt_axis: str = "y"
+    flip: bool = False
+    turn: tuple[float, ...] | None = None
+    smooth_voxels: float = 1.0
+    cutoff_voxels: float = 0.0
+
+
+Weight = Path | tuple[TiltRange, ...]
+"""Where a particle's weights come from: a volume, or the tilts of its series."""
+
+
+@dataclass(frozen=True, slots=True)
 class ParticleSet:
     """A particle list, read and understood. Immutable; `dataclasses.replace` or the methods make changed copies.
 
@@ -72,8 +104,9 @@ class ParticleSet:
         Particle volumes as the list names them, kept byte for byte.
     volume_paths : tuple of Path
         Where those volumes were found.
-    weight_paths : tuple of (Path or None)
-        Wedge, CTF or CTF^2 volume of each particle (``rlnCtfImage``), None when the list has none.
+    weight_paths : tuple of (Path, tuple of TiltRange, or None)
+        Wedge, CTF or CTF^2 volume of each particle (``rlnCtfImage``), or its tilts where the list gives a wedge by angles; None
+        when the list has neither.
     poses : Poses
         Current poses.
     half : (n,) int8
@@ -96,7 +129,7 @@ class ParticleSet:
 
     names: tuple[str, ...]
     volume_paths: tuple[Path, ...]
-    weight_paths: tuple[Path | None, ...]
+    weight_paths: tuple[Weight | None, ...]
     poses: Poses
     half: NDArray[np.int8]
     tomograms: tuple[str, ...]

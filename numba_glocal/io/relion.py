@@ -517,8 +517,13 @@ def _new_document(particles: ParticleSet, folder: Path) -> StarDocument:
         },
     )
     columns: dict[str, Sequence[str]] = {"rlnImageName": particles.names}
-    if any(path is not None for path in particles.weight_paths):
-        columns["rlnCtfImage"] = ["None" if path is None else _beside(path, folder) for path in particles.weight_paths]
+    weights = particles.weight_paths
+    if any(isinstance(weight, tuple) for weight in weights):
+        warnings.warn(
+            "a RELION list has no tilt ranges: wedges that are given by angles are left out; give --tilt-range when it is used", stacklevel=3
+        )
+    if any(isinstance(weight, Path) for weight in weights):
+        columns["rlnCtfImage"] = [_beside(weight, folder) if isinstance(weight, Path) else "None" for weight in weights]
     if any(particles.tomograms):
         columns["rlnMicrographName"] = [name or "None" for name in particles.tomograms]
     columns["rlnOpticsGroup"] = [str(int(g) + 1) for g in particles.groups]
