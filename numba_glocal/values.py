@@ -94,6 +94,56 @@ Weight = Path | tuple[TiltRange, ...]
 """Where a particle's weights come from: a volume, or the tilts of its series."""
 
 
+class Coordinates:
+    """Where the centres of the particle volumes lie in their tomograms; the particle itself is at centre + shift.
+
+    Attributes
+    ----------
+    voxels : (n, 3) float64 or None
+        ``(x, y, z)`` from the centre of the tomogram's first voxel, in voxels of `voxel_size_angst`.
+    centred_angst : (n, 3) float64 or None
+        From the tomogram's centre, voxel ``size / 2 - 1`` (docs/conventions.md). At least one of the two is there; both say the same.
+    voxel_size_angst : (n,) float64
+        Edge of those voxels; ``nan`` where nobody knows it.
+    tomogram_size_voxels : (n, 3) float64
+        Size of the tomogram in those voxels; ``nan`` where nobody knows it.
+    """
+
+    voxels: FloatArray | None
+    centred_angst: FloatArray | None
+    voxel_size_angst: FloatArray
+    tomogram_size_voxels: FloatArray
+
+    @classmethod
+    def in_voxels(cls, voxels: FloatArray, voxel_size_angst: float = float("nan")) -> Coordinates:
+        """Coordinates of a list that knows voxels only."""
+        n = len(voxels)
+        return cls(np.asarray(voxels, np.float64), None, np.full(n, voxel_size_angst), np.full((n, 3), np.nan))
+
+    def __len__(self) -> int:
+        return len(self.voxel_size_angst)
+
+    def take(self, index: IntArray | Sequence[int]) -> Coordinates:
+        """The coordinates at `index`, in that order."""
+        index = np.asarray(index, dtype=np.intp)
+        kept = [None if part is None else part[index] for part in (self.voxels, self.centred_angst)]
+        return Coordinates(kept[0], kept[1], self.voxel_size_angst[index], self.tomogram_size_voxels[index])
+
+    def as_voxels(self) -> FloatArray:
+        """(n, 3) from the first voxel's centre; rows of ``nan`` where the tomogram's size or voxel size is needed and unknown."""
+        if self.voxels is not None:
+            return self.voxels
+        assert self.centred_angst is not None
+        return self.centred_angst / self.voxel_size_angst[:, None] + self.tomogram_size_voxels / 2 - 1
+
+    def as_centred_angst(self) -> FloatArray:
+        """(n, 3) from the tomogram's centre; rows of ``nan`` where the tomogram's size or voxel size is needed and unknown."""
+        if self.centred_angst is not None:
+            return self.centred_angst
+        assert self.voxels is not None
+        return (self.voxels - (self.tomogram_size_voxels / 2 - 1)) * self.voxel_size_angst[:, None]
+
+
 @dataclass(frozen=True, slots=True)
 class ParticleSet:
     """A particle list, read and understood. Immutable; `dataclasses.replace` or the methods make changed copies.
@@ -124,7 +174,16 @@ class ParticleSet:
     premultiplied : bool
         True when volumes are already multiplied by their CTF and the weight volume holds CTF^2.
     source : object
-        The document the list came from, with every column, block and digit, so that it can be written back.
+        The document the list came from, with every column, block and digit, so that it can be written back. It has `take`, may have
+        `in_volumes`, the name of its format as `format_key`, and ``extras()``, what only that format can hold.
+    coordinates : Coordinates or None
+        Places in the tomograms.
+    classes : (n,) int32 or None
+    scores : (n,) float64 or None
+        Of the program that wrote the list; higher is better, ``nan`` where there is none.
+    volume_axes : (n, 3, 3) float64 or None
+        Where volumes were cut along axes of their own (RELION's pseudo-subtomograms): the rotation from the volume's axes to the
+        tomogram's. None: the volumes stand as the tomograms do. `poses` are about the tomogram's axes until `in_volumes` is called.
     """
 
     names: tuple[str, ...]
@@ -139,9 +198,23 @@ class ParticleSet:
     box_size: int
     premultiplied: bool = False
     source: Any = field(default=None, repr=False, compare=False)
+    coordinates: Coordinates | None = None
+    classes: NDArray[np.int32] | None = None
+    scores: FloatArray | None = None
+    volume_axes: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def tilt_ranges_deg(self) -> FloatArray | None:
+        """(n, 2) lowest and highest tilt about y of particles whose list gives a wedge by such angles, ``nan`` for others; None without any."""
+        ranges = np.full((len(self), 2), np.nan)
+        for row, weight in enumerate(self.weight_paths):
+            if isinstance(weight, tuple) and len(weight) == 1 and weight[0].tilt_axis == "y" and weight[0].turn is None:
+                low, high = weight[0].tilt_min_deg, weight[0].tilt_max_deg
+                ranges[row] = (-high, -low) if weight[0].flip else (low, high)
+        return None if np.isnan(ranges).all() else ranges
 
     def with_poses(self, poses: Poses) -> ParticleSet:
         """The same particles at other poses."""
@@ -150,6 +223,13 @@ class ParticleSet:
     def with_half(self, half: IntArray) -> ParticleSet:
         """The same particles with other half-sets."""
         return replace(self, half=np.asarray(half, dtype=np.int8))
+
+    def in_volumes(self) -> ParticleSet:
+        """The same particles, poses about the axes of their volumes: what a search and an average compare volumes with."""
+        if self.volume_axes is None:
+            return self
+        source = self.source.in_volumes() if self.source is not None else None
+        return replace(self, poses=turned_back(self.poses, self.volume_axes), volume_axes=None, source=source)
 
     def take(self, index: IntArray | Sequence[int]) -> ParticleSet:
         """The particles at `index`, in that order; the source rows go with them."""
@@ -165,7 +245,17 @@ class ParticleSet:
             tomograms=tuple(self.tomograms[i] for i in index),
             groups=self.groups[index],
             source=source,
+            coordinates=None if self.coordinates is None else self.coordinates.take(index),
+            classes=None if self.classes is None else self.classes[index],
+            scores=None if self.scores is None else self.scores[index],
+            volume_axes=None if self.volume_axes is None else self.volume_axes[index],
         )
+
+
+def turned_back(poses: Poses, axes: FloatArray) -> Poses:
+    """Poses about the axes of `axes` (n, 3, 3), from poses about those that `axes` leads to: ``axes^T R`` and ``axes^T s``."""
+    back = np.swapaxes(axes, 1, 2)
+    return Poses(back @ poses.rotations, np.einsum("nij,nj->ni", back, poses.shifts_angst))
 
 
 @dataclass(frozen=True, slots=True)
