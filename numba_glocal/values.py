@@ -94,6 +94,7 @@ Weight = Path | tuple[TiltRange, ...]
 """Where a particle's weights come from: a volume, or the tilts of its series."""
 
 
+@dataclass(frozen=True, slots=True)
 class Coordinates:
     """Where the centres of the particle volumes lie in their tomograms; the particle itself is at centre + shift.
 
