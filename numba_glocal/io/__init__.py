@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 
 from ..errors import InputError, ListError
 from ..values import ParticleSet
+from .pytom import read_pytom_particles, write_pytom_particles
 from .relion import read_relion_particles, write_relion_particles
 from .volumes import read_header, read_volume, write_volume
 
@@ -212,7 +213,6 @@ def _known(action: str) -> str:
     return ", ".join(known.values())
 
 
-register_format(ListFormat("PyTom particle list", (".xml",)))
 register_format(ListFormat("Dynamo table", (".tbl",)))
 register_format(ListFormat("TOM/AV3 motive list", (".em",)))
 register_format(
@@ -223,6 +223,16 @@ register_format(
         write_relion_particles,
         key="relion",
         holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "pixel_size"}),
+    )
+)
+register_format(
+    ListFormat(
+        "PyTom particle list",
+        (".xml",),
+        read_pytom_particles,
+        write_pytom_particles,
+        key="pytom",
+        holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "tilt_ranges"}),
     )
 )
 
