@@ -103,17 +103,17 @@ class Coordinates:
     voxels : (n, 3) float64 or None
         ``(x, y, z)`` from the centre of the tomogram's first voxel, in voxels of `voxel_size_angst`.
     centred_angst : (n, 3) float64 or None
-        From the tomogram's centre, voxel ``size / 2 - 1`` (docs/conventions.md). At least one of the two is there; both say the same.
+        From the tomogram's centre (docs/conventions.md). At least one of the two is there; both say the same.
     voxel_size_angst : (n,) float64
         Edge of those voxels; ``nan`` where nobody knows it.
-    tomogram_size_voxels : (n, 3) float64
-        Size of the tomogram in those voxels; ``nan`` where nobody knows it.
+    centre_voxels : (n, 3) float64
+        The tomogram's centre in those voxels; ``nan`` where nobody knows it.
     """
 
     voxels: FloatArray | None
     centred_angst: FloatArray | None
     voxel_size_angst: FloatArray
-    tomogram_size_voxels: FloatArray
+    centre_voxels: FloatArray
 
     @classmethod
     def in_voxels(cls, voxels: FloatArray, voxel_size_angst: float = float("nan")) -> Coordinates:
@@ -128,21 +128,42 @@ class Coordinates:
         """The coordinates at `index`, in that order."""
         index = np.asarray(index, dtype=np.intp)
         kept = [None if part is None else part[index] for part in (self.voxels, self.centred_angst)]
-        return Coordinates(kept[0], kept[1], self.voxel_size_angst[index], self.tomogram_size_voxels[index])
+        return Coordinates(kept[0], kept[1], self.voxel_size_angst[index], self.centre_voxels[index])
 
     def as_voxels(self) -> FloatArray:
-        """(n, 3) from the first voxel's centre; rows of ``nan`` where the tomogram's size or voxel size is needed and unknown."""
+        """(n, 3) from the first voxel's centre; rows of ``nan`` where the tomogram's centre or voxel size is needed and unknown."""
         if self.voxels is not None:
             return self.voxels
         assert self.centred_angst is not None
-        return self.centred_angst / self.voxel_size_angst[:, None] + self.tomogram_size_voxels / 2 - 1
+        return self.centred_angst / self.voxel_size_angst[:, None] + self.centre_voxels
 
     def as_centred_angst(self) -> FloatArray:
-        """(n, 3) from the tomogram's centre; rows of ``nan`` where the tomogram's size or voxel size is needed and unknown."""
+        """(n, 3) from the tomogram's centre; rows of ``nan`` where the tomogram's centre or voxel size is needed and unknown."""
         if self.centred_angst is not None:
             return self.centred_angst
         assert self.voxels is not None
-        return (self.voxels - (self.tomogram_size_voxels / 2 - 1)) * self.voxel_size_angst[:, None]
+        return (self.voxels - self.centre_voxels) * self.voxel_size_angst[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class TiltStacks:
+    """What a list says of particles that are stacks of 2-D images, one image a tilt: `ParticleSet.volume_paths` then names the stacks.
+
+    Attributes
+    ----------
+    visible_frames : tuple of ((n_tilts,) bool) or None
+        Tilts of the tomogram that the stack holds, for each particle, in the tomogram's order; None where the list does not say.
+    tomograms_path : Path or None
+        The file with the tomograms' projections; None where it is not known.
+    """
+
+    visible_frames: tuple[NDArray[np.bool_], ...] | None
+    tomograms_path: Path | None
+
+    def take(self, index: IntArray | Sequence[int]) -> TiltStacks:
+        """Those of the particles at `index`, in that order."""
+        frames = self.visible_frames
+        return TiltStacks(None if frames is None else tuple(frames[int(i)] for i in np.asarray(index)), self.tomograms_path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +206,8 @@ class ParticleSet:
     volume_axes : (n, 3, 3) float64 or None
         Where volumes were cut along axes of their own (RELION's pseudo-subtomograms): the rotation from the volume's axes to the
         tomogram's. None: the volumes stand as the tomograms do. `poses` are about the tomogram's axes until `in_volumes` is called.
+    stacks : TiltStacks or None
+        Where particles are stacks of 2-D images and not volumes.
     """
 
     names: tuple[str, ...]
@@ -203,6 +226,7 @@ class ParticleSet:
     classes: NDArray[np.int32] | None = None
     scores: FloatArray | None = None
     volume_axes: FloatArray | None = None
+    stacks: TiltStacks | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -226,11 +250,23 @@ class ParticleSet:
         return replace(self, half=np.asarray(half, dtype=np.int8))
 
     def in_volumes(self) -> ParticleSet:
-        """The same particles, poses about the axes of their volumes: what a search and an average compare volumes with."""
+        """The same particles, poses about the axes of their volumes: what a search and an average compare volumes with.
+
+        Coordinates are of the tomogram's axes and do not go along where volumes are turned.
+        """
         if self.volume_axes is None:
             return self
-        source = self.source.in_volumes() if self.source is not None else None
-        return replace(self, poses=turned_back(self.poses, self.volume_axes), volume_axes=None, source=source)
+        source = self.source.in_volumes(self.volume_axes) if self.source is not None else None
+        return replace(self, poses=turned_back(self.poses, self.volume_axes), volume_axes=None, source=source, coordinates=None)
+
+    def positions_voxels(self) -> FloatArray:
+        """(n, 3) places of the particles themselves, centre + shift, in voxels of `coordinates`; ``nan`` where it takes what nobody knows."""
+        if self.coordinates is None:
+            return np.full((len(self), 3), np.nan)
+        shifts = self.poses.shifts_angst
+        # a shift of zero needs no voxel size
+        steps = np.divide(shifts, self.coordinates.voxel_size_angst[:, None], out=np.zeros_like(shifts), where=shifts != 0)
+        return self.coordinates.as_voxels() + steps
 
     def take(self, index: IntArray | Sequence[int]) -> ParticleSet:
         """The particles at `index`, in that order; the source rows go with them."""
@@ -250,6 +286,7 @@ class ParticleSet:
             classes=None if self.classes is None else self.classes[index],
             scores=None if self.scores is None else self.scores[index],
             volume_axes=None if self.volume_axes is None else self.volume_axes[index],
+            stacks=None if self.stacks is None else self.stacks.take(index),
         )
 
 
