@@ -104,7 +104,6 @@ def read_pytom_particles(
     root: str | Path | None = None,
     premultiplied: bool | None = None,
     require_volumes: bool = True,
-    particle_names: str | None = None,
 ) -> ParticleSet:
     """Read a PyTom particle list.
 
@@ -118,8 +117,6 @@ def read_pytom_particles(
         As in `read_relion_particles`.
     premultiplied : bool, optional
         Whether volumes are multiplied by their CTF; False if not given.
-    particle_names : str, optional
-        Not used: the list names its volumes.
 
     Returns
     -------
