@@ -59,9 +59,8 @@ def half_layout(data: NDArray[Any], box_size: int, name: object = "weights") -> 
     elif data.shape == (2 * n, n, h):
         half = data[:n]
     else:
-        raise VolumeError(
-            f"{name}: found {_kind(data.shape)}; expected weights for box {n}: {n} x {n} x {n}, {h} x {n} x {n}, {n} x {n} x {h} or {h} x {n} x {2 * n}"
-        )
+        known = f"{n} x {n} x {n}, {h} x {n} x {n}, {n} x {n} x {h} or {h} x {n} x {2 * n}"
+        raise VolumeError(f"{name}: found {_kind(data.shape)}; expected weights for box {n}: {known}")
     if not np.isfinite(data).all():
         raise VolumeError(f"{name}: {int((~np.isfinite(data)).sum())} weights are not finite")
     half = np.ascontiguousarray(half, dtype=np.float32)
