@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backends.protocols import Grid, ParticleMask
-from .errors import NoAnglesWarning, SettingsError, VolumeError, plural
+from .errors import ListError, NoAnglesWarning, SettingsError, VolumeError, plural
 from .execution.tasks import Chunk
 from .filters import lowpass
 from .fourier import grid_shells, max_band, padded_offset
@@ -112,6 +112,10 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         if isinstance(settings, AlignSettings) and settings.global_search:
             python_warnings.simplefilter("ignore", NoAnglesWarning)
         particles = read_particles(Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, premultiplied=premultiplied)
+    if particles.stacks is not None:
+        raise ListError(f"{settings.particles}: a list of stacks of 2-D images is read but not aligned yet; expected a volume for each particle")
+    if particles.volume_axes is not None:
+        warnings.append("the volumes are taken to stand as rlnTomoSubtomogramRot/Tilt/Psi turn them, as relion_tomo_subtomo cuts them")
     particles = particles.in_volumes()
     half, notes = assign_half_sets(particles, settings.split, settings.seed)
     warnings += notes

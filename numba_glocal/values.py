@@ -208,6 +208,8 @@ class ParticleSet:
         tomogram's. None: the volumes stand as the tomograms do. `poses` are about the tomogram's axes until `in_volumes` is called.
     stacks : TiltStacks or None
         Where particles are stacks of 2-D images and not volumes.
+    pixel_sizes_angst : (n,) float64 or None
+        Of each particle, where optics groups differ (only lists are handled so); `pixel_size_angst` is then that of the first.
     """
 
     names: tuple[str, ...]
@@ -227,6 +229,7 @@ class ParticleSet:
     scores: FloatArray | None = None
     volume_axes: FloatArray | None = None
     stacks: TiltStacks | None = None
+    pixel_sizes_angst: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -287,6 +290,7 @@ class ParticleSet:
             scores=None if self.scores is None else self.scores[index],
             volume_axes=None if self.volume_axes is None else self.volume_axes[index],
             stacks=None if self.stacks is None else self.stacks.take(index),
+            pixel_sizes_angst=None if self.pixel_sizes_angst is None else self.pixel_sizes_angst[index],
         )
 
 
