@@ -244,6 +244,11 @@ class ParticleSet:
                 ranges[row] = (-high, -low) if weight[0].flip else (low, high)
         return None if np.isnan(ranges).all() else ranges
 
+    def shifts_voxels(self) -> FloatArray:
+        """(n, 3) shifts in voxels of the particle volumes."""
+        sizes = np.full(len(self), self.pixel_size_angst) if self.pixel_sizes_angst is None else self.pixel_sizes_angst
+        return self.poses.shifts_angst / sizes[:, None]
+
     def with_poses(self, poses: Poses) -> ParticleSet:
         """The same particles at other poses."""
         return replace(self, poses=poses)

@@ -344,7 +344,7 @@ def _changed_lines(particles: ParticleSet, source: DynamoSource, scores: NDArray
     turned = np.abs(particles.poses.rotations - source.poses.rotations).max(axis=(1, 2)) > _SAME_ROTATION
     moved = (np.abs(particles.poses.shifts_angst - source.poses.shifts_angst).max(axis=1) > _SAME_SHIFT_ANGST) | rescaled
     angles = matrix_to_dynamo(particles.poses.rotations)
-    shifts = particles.poses.shifts_angst / particles.pixel_size_angst
+    shifts = particles.shifts_voxels()
     lines = []
     for i, row in enumerate(source.rows.tolist()):
         changes: dict[int, str] = {}
@@ -381,7 +381,7 @@ def _new_lines(path: str | Path, particles: ParticleSet, scores: FloatArray | No
         warnings.warn(f"{path}: the files' names do not number the particles; they are numbered 1 to {n} in the list's order", stacklevel=4)
     table[:, TAG - 1] = table[:, 31 - 1] = tags
     table[:, [ALIGNED - 1, AVERAGED - 1, REFERENCE - 1]] = 1
-    table[:, SHIFTS - 1 : SHIFTS + 2] = particles.poses.shifts_angst / particles.pixel_size_angst
+    table[:, SHIFTS - 1 : SHIFTS + 2] = particles.shifts_voxels()
     table[:, ANGLES - 1 : ANGLES + 2] = matrix_to_dynamo(particles.poses.rotations)
     if scores is not None:
         table[:, CC - 1] = np.where(np.isfinite(scores), scores, 0.0)

@@ -219,7 +219,7 @@ def write_motive_list(path: str | Path, particles: ParticleSet, extra_columns: M
         turned = np.abs(particles.poses.rotations - source.poses.rotations).max(axis=(1, 2)) > _SAME_ROTATION
         moved = (np.abs(particles.poses.shifts_angst - source.poses.shifts_angst).max(axis=1) > _SAME_SHIFT_ANGST) | rescaled
     table[turned, ANGLES - 1 : ANGLES + 2] = matrix_to_zxz(particles.poses.rotations)[turned]
-    table[moved, SHIFT - 1 : SHIFT + 2] = (particles.poses.shifts_angst / particles.pixel_size_angst)[moved]
+    table[moved, SHIFT - 1 : SHIFT + 2] = particles.shifts_voxels()[moved]
     if scores is not None:
         table[:, SCORE - 1] = scores
     with whole_file(path) as handle:

@@ -384,7 +384,7 @@ def _changed_text(particles: ParticleSet, source: PytomSource, scores: NDArray[n
     turned = np.abs(particles.poses.rotations - source.poses.rotations).max(axis=(1, 2)) > _SAME_ROTATION
     moved = (np.abs(particles.poses.shifts_angst - source.poses.shifts_angst).max(axis=1) > _SAME_SHIFT_ANGST) | rescaled
     angles = matrix_to_zxz(particles.poses.rotations)
-    shifts = particles.poses.shifts_angst / particles.pixel_size_angst
+    shifts = particles.shifts_voxels()
     pieces = [raw[: everyone[0].start]]
     gap = raw[everyone[0].stop : everyone[1].start] if len(everyone) > 1 else b"\n"
     for i, row in enumerate(source.rows.tolist()):
@@ -470,7 +470,7 @@ def _new_text(particles: ParticleSet, scores: FloatArray | None) -> bytes:
     """A list for particles that came from elsewhere."""
     if scores is None:
         scores = particles.scores
-    angles, shifts = matrix_to_zxz(particles.poses.rotations), particles.poses.shifts_angst / particles.pixel_size_angst
+    angles, shifts = matrix_to_zxz(particles.poses.rotations), particles.shifts_voxels()
     places = None if particles.coordinates is None else particles.coordinates.as_voxels()
     wedges = {weight: _wedge_text(weight, particles.box_size) for weight in dict.fromkeys(particles.weight_paths)}
     lines = ["<ParticleList>"]

@@ -302,9 +302,6 @@ def _tables(document: StarDocument) -> tuple[StarBlock, StarBlock | None]:
     for block in document.blocks:
         if block.name != "particles" and ("rlnTomoProjX" in block or "rlnTomoTiltSeriesName" in block):
             raise ListError(f"{path}: a file of tomograms (data_{block.name}), expected a list of particles or an optimisation set")
-    for block in document.blocks:
-        if block.name.startswith("stopgap_"):
-            raise ListError(f"{path}: a STOPGAP list (data_{block.name}) is not read yet; expected a RELION list")
     optics = document["optics"] if "optics" in document else None
     if optics is not None and not optics.n_rows:
         raise ListError(f"{optics.where()}: data_optics has no rows")

@@ -236,7 +236,7 @@ def _changed_text(particles: ParticleSet, source: StopgapSource, scores: NDArray
     turned = np.abs(particles.poses.rotations - source.poses.rotations).max(axis=(1, 2)) > _SAME_ROTATION
     moved = (np.abs(particles.poses.shifts_angst - source.poses.shifts_angst).max(axis=1) > _SAME_SHIFT_ANGST) | rescaled
     angles = matrix_to_zxz(particles.poses.rotations)
-    shifts = particles.poses.shifts_angst / particles.pixel_size_angst
+    shifts = particles.shifts_voxels()
     column = {label: index for index, label in enumerate(source.labels)}
     head = source.head
     rehalved = particles.half != source.half
@@ -296,7 +296,7 @@ def _new_text(path: str | Path, particles: ParticleSet, scores: FloatArray | Non
         warnings.warn(f"{path}: the files' names do not number the particles; they are numbered 1 to {n} in the list's order", stacklevel=4)
     if any(weight is not None for weight in particles.weight_paths):
         warnings.warn(f"{path}: a motive list holds no wedges; STOPGAP takes them from its wedge list", stacklevel=4)
-    angles, shifts = matrix_to_zxz(particles.poses.rotations), particles.poses.shifts_angst / particles.pixel_size_angst
+    angles, shifts = matrix_to_zxz(particles.poses.rotations), particles.shifts_voxels()
     places = np.zeros((n, 3)) if particles.coordinates is None else particles.coordinates.as_voxels()
     places = np.where(np.isfinite(places), places, 0.0)
     tomograms = tomogram_numbers(particles.tomograms)
