@@ -33,6 +33,7 @@ from numba_glocal.settings import AlignSettings, AverageSettings
 from numba_glocal.symmetry import grid_factors
 
 from .console import detail, gibibytes, note, say, warn
+from .interrupt import remembered
 
 _LOG = "numba_glocal"
 _LANES = 16
@@ -310,7 +311,7 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
     def done() -> list[WorkerSummary]:
         return [tallies[index] for index in sorted(tallies)]
 
-    try:
+    def compute() -> RunResult:
         folder.begin_leg()
         folder.event("start", command=command)
         halves = [int((job.particles.half == h).sum()) for h in (1, 2)]
@@ -347,6 +348,10 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
         folder.event("end", seconds=round(seconds, 2))
         _say_result(folder, result, state, seconds, job)
         return result
+
+    try:
+        with remembered():
+            return compute()
     except BaseException:
         with suppress(Exception):  # the disk may be what stopped the run
             folder.end_leg(time.perf_counter() - begun, done())

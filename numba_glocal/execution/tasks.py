@@ -18,6 +18,7 @@ from ..io.paths import whole_file
 from ..masks import sphere_mean_square
 from ..noise import NoiseModel
 from ..particles import ParticleReader
+from ..values import Weight
 from .pinning import WorkerInfo
 
 _SESSIONS = 2
@@ -44,7 +45,7 @@ class Chunk:
     rows: NDArray[np.int64]
     names: tuple[str, ...]
     volume_paths: tuple[Path, ...]
-    weight_paths: tuple[Path | None, ...]
+    weight_paths: tuple[Weight | None, ...]
     rotations: NDArray[np.float64]
     shifts_angst: NDArray[np.float64]
     anchors_angst: NDArray[np.float64]
