@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..noise import NoiseModel, ResidualPower
+from ..pose_prior import PosePrior
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +259,12 @@ class WeightedSum:
 class SearchSession(Protocol):
     """One reference, one half-set. A context manager; owns memory."""
 
-    def load(self, particles: ParticleBatch) -> list[tuple[int, str]]:
-        """Makes particles ready; returns (index, reason) of those that are unusable. They get no candidates."""
+    def load(self, particles: ParticleBatch, prior: PosePrior | None = None) -> list[tuple[int, str]]:
+        """Makes particles ready; returns (index, reason) of those that are unusable. They get no candidates.
+
+        A prior is added to scores (Gaussians to likelihoods only) and to the refinement, its limit holds in both; what is reported at the end
+        are score and likelihood without it, and the covariance with it.
+        """
 
     def search(self, starts: Candidates, anchor_angst: NDArray[np.float64], level: SearchLevel) -> Candidates:
         """Best candidates around each start; `anchor_angst` (p, 3) is the centre of the hard shift limit."""
