@@ -261,17 +261,8 @@ def _changed_text(particles: ParticleSet, source: StopgapSource, scores: NDArray
         if added:
             body = line.rstrip()
             line = body + "\t-" * added + line[len(body) :]
-        rows.append(_with_cells(line, changes))
+        rows.append(with_tokens(line, changes))
     return "".join([head, *rows, source.tail])
-
-
-def _with_cells(line: str, changes: Mapping[int, str]) -> str:
-    """A row with other cells; quoted ones, which may hold blanks, are left to STAR's own cutting."""
-    if not changes:
-        return line
-    if '"' in line or "'" in line:
-        raise ListError(f"a row with quoted cells is not rewritten: {line.strip()[:60]}")
-    return with_tokens(line, changes)
 
 
 def _with_label(head: str, label: str) -> str:
