@@ -116,7 +116,13 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     with _kept_in(warnings):
         if isinstance(settings, AlignSettings) and settings.global_search:
             python_warnings.simplefilter("ignore", NoAnglesWarning)
-        particles = read_particles(Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, premultiplied=premultiplied)
+        particles = read_particles(
+            Path(settings.particles),
+            pixel_size_angst=settings.pixel_size_angst,
+            premultiplied=premultiplied,
+            particle_names=settings.particle_names,
+            wedge_list=settings.wedge_list,
+        )
     if particles.stacks is not None:
         raise ListError(f"{settings.particles}: a list of stacks of 2-D images is read but not aligned yet; expected a volume for each particle")
     if particles.volume_axes is not None:

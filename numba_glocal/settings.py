@@ -89,6 +89,11 @@ class AlignSettings:
     tilt_range_deg : (float, float) or None
     tilt_axis : str
     flip_tilt : bool
+        Tilts have the other sign, those of `tilt_range_deg` and those of the list.
+    particle_names : str or None
+        How files are named after their numbers, for lists that only number particles.
+    wedge_list : str or None
+        Tilts of the tomograms, for motive lists.
     split : str
         Half-sets: "file", "particle" or "tomogram".
     iterations : int
@@ -139,6 +144,8 @@ class AlignSettings:
     tilt_range_deg: tuple[float, float] | None = None
     tilt_axis: str = "y"
     flip_tilt: bool = False
+    particle_names: str | None = None
+    wedge_list: str | None = None
     split: str = "file"
     iterations: int = 4
     until_converged: bool = False
@@ -156,7 +163,7 @@ class AlignSettings:
 
     def __post_init__(self) -> None:
         """Refuses values that mean nothing, by their option's name."""
-        for name in ("particles", "output", "reference", "mask", "angle_list"):
+        for name in ("particles", "output", "reference", "mask", "angle_list", "particle_names", "wedge_list"):
             try:
                 (getattr(self, name) or "").encode()
             except UnicodeEncodeError:
@@ -276,6 +283,8 @@ class AverageSettings:
     tilt_range_deg: tuple[float, float] | None = None
     tilt_axis: str = "y"
     flip_tilt: bool = False
+    particle_names: str | None = None
+    wedge_list: str | None = None
     split: str = "file"
     seed: int = 0
     invert_contrast: bool = False

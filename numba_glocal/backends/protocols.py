@@ -213,8 +213,7 @@ class PoseEstimates:
     log_likelihood : (p,) float64
         ``2 num - den2``, relative to no particle at all, corrected for the mask: differences are log-odds.
     margin : (p,) float64
-        Log-likelihood above the best candidate that refined to another pose; inf when there was none. Runs show it nowhere:
-        the last level of their search keeps one candidate.
+        Log-likelihood above the best candidate that refined to another pose; inf when there was none.
     numerator, denominator : (p,) float64
         num and den2 at the pose.
     steps : (p,) int32

@@ -231,7 +231,7 @@ def run_align(task: AlignTask) -> ChunkResult:
     levels = () if task.plan is None else search_levels(task.plan, grid.binned_box_size, grid.binned_pixel_size_angst, task.radius_voxels)
     batch = task.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths)
     evidence = 0.0
-    if task.plan is not None and task.score == "ml":
+    if levels and task.score == "ml":
         evidence = sphere_mean_square(grid.binned_box_size, task.particle_mask.radius_voxels, task.particle_mask.soft_edge_voxels)
     prior = PosePrior.about(task.prior, chunk.anchor_rotations, chunk.anchors_angst)
     poses = chunk.rotations, chunk.shifts_angst, chunk.anchors_angst
