@@ -70,7 +70,8 @@ class FakeSession:
     def __init__(self, fail=()):
         self.fail, self.levels, self.searched_from = list(fail), [], []
 
-    def load(self, particles):
+    def load(self, particles, prior=None):
+        self.prior = prior
         return [(index, "it is constant") for index in self.fail]
 
     def search(self, starts, anchor_angst, level):
