@@ -16,7 +16,7 @@ from numba_glocal.refinement import Refinement, RunResult
 from numba_glocal.results import RunFolder
 from numba_glocal.schedule import last_iteration
 from numba_glocal.settings import GPU_PRECISIONS, SPLITS, AlignSettings, read_job_file
-from numba_glocal.values import SCORES
+from numba_glocal.values import NOISE_GROUPS, SCORES
 
 from .console import Stage, note, print_facts, say, warn
 from .options import (
@@ -70,6 +70,7 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @_option("--fsc-criterion", key="fsc_criterion", kind=float, text="FSC value at which the resolution is read.")
 @wedge_options
 @_option("--split", key="split", kind=click.Choice(SPLITS), text="Half-sets: as the list says, by particle, or by tomogram.")
+@_option("--noise-groups", key="noise_groups", kind=click.Choice(NOISE_GROUPS), text="Particles that share a noise model and a scale of the signal.")
 @_option("--iterations", key="iterations", kind=int, text="How often to iterate.")
 @click.option(
     "--until-converged/--no-until-converged",

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backends.protocols import Candidates, ParticleBatch, PoseEstimates, SearchLevel, SearchSession, as_candidates, unusable
-from .noise import ResidualPower
+from .noise import GroupResiduals
 from .sampling import local_rotations, rotations_for_increment
 
 SEEDS = 4
@@ -135,7 +135,7 @@ class ChunkResult:
         Poses after the task; the starts where nothing was searched or refined, and for bad particles.
     estimates : PoseEstimates or None
         When refined.
-    residuals : ResidualPower
+    residuals : dict of group to ResidualPower
         At those poses.
     bad : list of (index, reason)
     """
@@ -143,7 +143,7 @@ class ChunkResult:
     rotations: NDArray[np.float64]
     shifts_angst: NDArray[np.float64]
     estimates: PoseEstimates | None
-    residuals: ResidualPower
+    residuals: GroupResiduals
     bad: list[tuple[int, str]]
 
 

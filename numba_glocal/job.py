@@ -6,7 +6,7 @@ import math
 import warnings as python_warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from .half_sets import assign_half_sets
 from .io import read_particles, read_volume
 from .io.pixel_size import SAME_PIXEL_SIZE
 from .masks import check_mask, mask_offset_voxels, spherical_mask
+from .noise_groups import NoiseGroups, find_noise_groups
 from .particles import ParticleReader, TiltRange, fourier_crop
 from .settings import AlignSettings, AverageSettings
 from .shifts import binned_box_size
@@ -56,6 +57,8 @@ class Job:
     start_map : (n, n, n) float32 or None
         Low-passed, on the worked grid; None where the start is the average of the given poses, or an earlier iteration.
     warnings : list of str
+    noise_groups : NoiseGroups
+        Of `particles`, which carry them.
     """
 
     settings: AlignSettings | AverageSettings
@@ -70,6 +73,7 @@ class Job:
     k_limit: float
     start_map: NDArray[np.float32] | None = field(repr=False)
     warnings: list[str]
+    noise_groups: NoiseGroups
 
     @property
     def grid(self) -> Grid:
@@ -121,6 +125,10 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
             warnings.append(f"--subset {settings.subset}: the half-sets have {sizes[0]} and {sizes[1]} particles; smaller ones are taken whole")
         rows = np.sort(np.concatenate([np.flatnonzero(half == h)[: settings.subset] for h in (1, 2)]))
         particles = particles.take(rows)
+    classical = isinstance(settings, AverageSettings) and settings.weighting == "ctf"
+    groups = find_noise_groups(particles, "none" if classical else settings.noise_groups)
+    if len(groups.names) > 1:
+        particles = replace(particles, noise_groups=groups.index)
     box = particles.box_size
     try:
         binned = binned_box_size(box, settings.binning)
@@ -163,7 +171,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         if settings.reference is not None and not resume:
             reference = _start_map(grid, settings.reference, settings.initial_lowpass_angst, particles.pixel_size_source)
     _check_weights(particles, reader, k_min, k_limit)
-    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings)
+    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings, groups)
 
 
 @contextmanager
@@ -308,6 +316,7 @@ def make_chunks(particles: ParticleSet, anchors_angst: FloatArray, half: int, pa
                 np.asarray(particles.poses.rotations[part], np.float64),
                 np.asarray(particles.poses.shifts_angst[part], np.float64),
                 np.asarray(anchors_angst[part], np.float64),
+                None if particles.noise_groups is None else particles.noise_groups[part],
             )
         )
     return chunks

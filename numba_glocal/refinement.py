@@ -24,7 +24,7 @@ from .file_writer import FileWriter
 from .fourier import use_threads
 from .io import read_volume, write_volume
 from .job import Job, make_chunks
-from .noise import NoiseModel, ResidualPower
+from .noise import GroupResiduals, NoiseModel, NoiseModels, add_residuals, noise_line
 from .passes import HALVES, Passes, Stage
 from .reference_maps import ReferenceMaps
 from .resolution import Crossing
@@ -60,6 +60,8 @@ class RunResult:
         Why the result may not be what it seems, one line each.
     symmetry_agreement : (float, float) or None
         How well the start (or the average) has the symmetry before it is imposed; see `symmetry.symmetry_agreement`. None for C1.
+    noise : dict of half (as text) to lists
+        `noise.noise_facts` of its groups; None where none was fitted.
     """
 
     fsc: FSCCurve
@@ -68,6 +70,7 @@ class RunResult:
     half_counts: tuple[int, int]
     warnings: tuple[str, ...] = ()
     symmetry_agreement: tuple[float, float] | None = None
+    noise: dict[str, list[list[float]]] | None = None
 
 
 class Refinement:
@@ -111,7 +114,8 @@ class Refinement:
             _log.info("%s after iteration %d", "converged" if has_converged(state.history) else "not converged", state.iteration)
         result = self._stored_result(state) if result is None else result
         doubts = [*self._doubts(result.crossing), *symmetry_doubts(settings, state.symmetry_agreement)]
-        return replace(result, warnings=tuple(doubts), symmetry_agreement=state.symmetry_agreement)
+        noise = state.history[-1].get("noise") if state.history else None
+        return replace(result, warnings=tuple(doubts), symmetry_agreement=state.symmetry_agreement, noise=noise)
 
     def _iterate(self, state: RunState) -> tuple[RunState, RunResult]:
         settings = self.job.settings
@@ -124,13 +128,13 @@ class Refinement:
         # noise at the poses as they are, then search, then noise at the poses found and, in the first iterations, once more
         plan = search_plan(self.job, state)
         looked_with = {half: replace(file, scale=NOTHING) for half, file in references.items()} if plan.everywhere else references
-        looked = self.passes.align(f"{name}: noise", state, looked_with, self.passes.flat_noise(), state.k_max, None, False)
-        noise = self.passes.fit_noise(looked.residuals, state.k_max)
+        looked = self.passes.align(f"{name}: noise", state, looked_with, self.passes.flat_noise(state.gains), state.k_max, None, False)
+        noise = self.passes.fit_noise(looked.residuals, state.k_max, state.gains)
         aligned = self.passes.align(f"{name}: align", state, references, noise, state.k_max, plan, True)
-        noise = self.passes.fit_noise(aligned.residuals, state.k_max)
+        noise = self.passes.fit_noise(aligned.residuals, state.k_max, self.passes.fit_gains(aligned, noise))
         if number <= _REFITS:
             aligned = self.passes.align(f"{name}: refine", aligned.state, references, noise, state.k_max, None, True)
-            noise = self.passes.fit_noise(aligned.residuals, state.k_max)
+            noise = self.passes.fit_noise(aligned.residuals, state.k_max, self.passes.fit_gains(aligned, noise))
         poses, sums, apart = self._one_frame(name, aligned.state.poses, noise)
         half_maps = self.maps.half_maps(sums)
         fsc = self.maps.fsc(half_maps)
@@ -147,7 +151,8 @@ class Refinement:
             self.maps.write_references(folder, sums, fsc, writer)
             average = Volume(self.maps.average(sums), fsc.pixel_size_angst)
             writer.write(write_volume, folder / "average.mrc", average)  # of each iteration: any may become the last
-        record = {
+        noise_now = self.passes.noise_facts(noise, state.k_max)
+        record: dict[str, Any] = {
             "number": number,
             "resolution_angst": finite_or_none(crossing.resolution_angst),
             "increment_deg": first_increment_deg(self.job, plan),
@@ -157,6 +162,7 @@ class Refinement:
             "seconds": time.perf_counter() - begun,
             "angle_sigma_deg": float(np.median(aligned.state.angle_sigma_deg[good])),
             "shift_sigma_angst": float(np.median(aligned.state.shift_sigma_angst[good])),
+            "noise": noise_now,
         }
         record["settled"] = has_settled(record, state.history)
         next_state = replace(
@@ -167,6 +173,7 @@ class Refinement:
             history=[*state.history, record],
             bad=dict(self.passes.bad),
             scale=state.scale,
+            gains={half: tuple(model.gain for model in noise[half]) for half in HALVES},
         )
         if settings.adaptive:
             adapt(self.job, next_state, angle_change, shift_change)
@@ -174,25 +181,24 @@ class Refinement:
         self.folder.event(
             "iteration",
             **record,
-            noise={h: (noise[h].gamma, noise[h].epsilon) for h in HALVES},
             halves_apart=apart,
             randomised_from=fsc.randomised_from_shell,
         )
         _log.info(
             "iteration %d: resolution %.1f A, band %.1f A, median change %.2f degrees %.2f A, halves were %.2f degrees %.2f A apart,"
-            " noise exponent %s, %.1f s",
+            " noise: %s, %.1f s",
             number,
             crossing.resolution_angst,
             record["band_angst"],
             record["angle_change_deg"],
             record["shift_change_angst"],
             *apart,
-            "/".join(f"{noise[h].gamma:g}" for h in HALVES),
+            " / ".join(noise_line(facts) for facts in noise_now.values()),
             record["seconds"],
         )
         return next_state, RunResult(fsc, crossing, dict(self.passes.bad), half_counts)
 
-    def _one_frame(self, name: str, poses: Poses, noise: dict[int, NoiseModel]) -> tuple[Poses, dict[int, WeightedSum], tuple[float, float]]:
+    def _one_frame(self, name: str, poses: Poses, noise: dict[int, NoiseModels]) -> tuple[Poses, dict[int, WeightedSum], tuple[float, float]]:
         """Averages in a common frame: each half gives way by half of their relative motion, as far as their symmetry leaves it free."""
         n, pixel = self.job.grid.binned_box_size, self.job.grid.binned_pixel_size_angst
         sums = self.passes.sums(f"{name}: averages", poses, noise)
@@ -274,7 +280,8 @@ def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage, c
     count = len(job.particles)
     noise = passes.flat_noise()
     if settings.weighting == "ctf" and job.particles.premultiplied:  # the classical sums of premultiplied data are X over C
-        noise = {half: NoiseModel(np.ones(n // 2 + 1), 1.0, 1e-4) for half in HALVES}
+        noise = {half: (NoiseModel(np.ones(n // 2 + 1), 1.0, 1e-4),) for half in HALVES}
+    facts = None
     agreement = None if settings.symmetry == "C1" else Start(passes, maps).agreement_of_poses(noise)
     if settings.weighting == "ctf":
         sums = passes.sums("averages", job.particles.poses, noise)
@@ -285,7 +292,9 @@ def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage, c
         iteration.mkdir(parents=True, exist_ok=True)
         with FileWriter() as writer:
             maps.write_references(iteration, sums, fsc, writer)
-        noise = _average_noise(passes, maps, fsc)
+        noise, k_max = _average_noise(passes, maps, fsc)
+        facts = passes.noise_facts(noise, k_max)
+        _log.info("noise: %s", " / ".join(noise_line(of_half) for of_half in facts.values()))
         sums = passes.sums("averages", job.particles.poses, noise)
     half_maps = maps.half_maps(sums)
     fsc = maps.fsc(half_maps)
@@ -295,15 +304,15 @@ def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage, c
     half_counts = sums[1].n_particles, sums[2].n_particles
     folder.write_final(job.particles, state, half_maps, maps.average(sums), fsc, job.mask, settings.fsc_criterion)
     doubts = tuple(symmetry_doubts(settings, agreement))
-    return RunResult(fsc, maps.crossing(fsc), dict(passes.bad), half_counts, doubts, agreement)
+    return RunResult(fsc, maps.crossing(fsc), dict(passes.bad), half_counts, doubts, agreement, facts)
 
 
-def _average_noise(passes: Passes, maps: ReferenceMaps, fsc: FSCCurve) -> dict[int, NoiseModel]:
-    """Noise of each half at the poses as they are, against its own average."""
+def _average_noise(passes: Passes, maps: ReferenceMaps, fsc: FSCCurve) -> tuple[dict[int, NoiseModels], float]:
+    """Noise of each half at the poses as they are, against its own average; and the band that chose its form."""
     job = passes.job
     references = maps.references(0)
     k_max = min(job.k_limit, float(max(3, maps.crossing(fsc).shell + 1)))
-    residuals = {half: ResidualPower.empty(job.grid.binned_box_size // 2 + 1) for half in HALVES}
+    residuals: dict[int, GroupResiduals] = {half: {} for half in HALVES}
     flat = passes.flat_noise()
     tasks = [
         AlignTask(chunk, job.reader, references[half], job.particle_mask, flat[half], "ml", 0.0, k_max, math.inf, None, job.radius_voxels, False)
@@ -311,5 +320,5 @@ def _average_noise(passes: Passes, maps: ReferenceMaps, fsc: FSCCurve) -> dict[i
         for chunk in make_chunks(job.particles, job.particles.poses.shifts_angst, half, largest=passes.largest_chunk)
     ]
     for task, result in passes.results("noise", tasks):
-        residuals[task.chunk.half] = residuals[task.chunk.half] + result.residuals
-    return passes.fit_noise(residuals, k_max)
+        add_residuals(residuals[task.chunk.half], result.residuals)
+    return passes.fit_noise(residuals, k_max), k_max

@@ -12,7 +12,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,8 @@ class RunState:
         Factor of the start map.
     symmetry_agreement : (float, float) or None
         Of the start map; see `symmetry.symmetry_agreement`.
+    gains : dict of half to floats
+        Scales of the noise groups' signals; empty: all 1.
     """
 
     iteration: int
@@ -96,6 +98,7 @@ class RunState:
     history: list[dict[str, Any]]
     scale: float = 1.0
     symmetry_agreement: tuple[float, float] | None = None
+    gains: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
 
 class RunFolder:
@@ -396,6 +399,7 @@ class RunFolder:
                             "history": state.history,
                             "scale": state.scale,
                             "symmetry_agreement": state.symmetry_agreement,
+                            "gains": {str(half): gains for half, gains in state.gains.items()},
                         },
                         default=_plain,
                     )
@@ -431,6 +435,7 @@ class RunFolder:
                 facts["history"],
                 facts["scale"],
                 tuple(facts["symmetry_agreement"]) if facts.get("symmetry_agreement") else None,
+                {int(half): tuple(gains) for half, gains in facts.get("gains", {}).items()},
             )
 
     def write_final(
@@ -533,6 +538,8 @@ def load_report_data(run: Path) -> ReportData:
         resumed=facts.get("resumed", 0),
         symmetry=symmetry,
         symmetry_agreement=facts.get("symmetry_agreement"),
+        noise=facts.get("noise"),
+        noise_groups=facts.get("noise_groups", ()),
         converged=facts.get("converged"),
         provenance=_shown_provenance(folder),
         **maps,

@@ -17,7 +17,7 @@ from scipy import ndimage, optimize
 from scipy.spatial.transform import Rotation
 
 from ..errors import BadParticleError
-from ..noise import WEIGHT_BIN_EDGES, NoiseModel, ResidualPower
+from ..noise import WEIGHT_BIN_EDGES, GroupResiduals, NoiseModel, ResidualPower
 from .protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, WeightedSum, no_candidates
 
 Float = NDArray[np.float64]
@@ -38,7 +38,7 @@ class _Samples:
     shell: NDArray[np.int64]
     data: Complex  # X
     unmasked: Complex  # Xu
-    weight: Float  # C
+    weight: Float  # gain C
     inverse_variance: Float  # w
 
     def within(self, k_min: float, k_max: float) -> _Samples:
@@ -54,6 +54,8 @@ class _Particle:
     masked: Float
     weight: Float  # half-spectrum
     samples: _Samples
+    group: int
+    noise: NoiseModel
 
 
 def sphere(box_size: int, radius_voxels: float, soft_edge_voxels: float, centre_voxels: Float | None = None) -> Float:
@@ -160,9 +162,10 @@ class ReferenceSearchSession:
     def load(self, particles: ParticleBatch) -> list[tuple[int, str]]:
         """Masks and transforms particles; returns (index, reason) of unusable ones."""
         self._particles, bad = [], []
+        groups = particles.groups
         for index, name in enumerate(particles.keys):
             try:
-                particle = self._prepare(*particles.read(index))
+                particle = self._prepare(*particles.read(index), 0 if groups is None else int(groups[index]))
                 if not len(particle.samples.k):
                     raise BadParticleError(name, "its weight leaves nothing in the band")
             except BadParticleError as problem:
@@ -172,8 +175,8 @@ class ReferenceSearchSession:
                 self._particles.append(particle)
         return bad
 
-    def _prepare(self, volume: NDArray[Any], weight: NDArray[Any]) -> _Particle:
-        n = self._n
+    def _prepare(self, volume: NDArray[Any], weight: NDArray[Any], group: int) -> _Particle:
+        n, noise = self._n, self.setup.models[group]
         volume, weight = np.asarray(volume, np.float64), np.asarray(weight, np.float64)
         outside = self._mask < 0.01
         volume = volume - (volume[outside].mean() if outside.any() else volume.mean())
@@ -182,9 +185,10 @@ class ReferenceSearchSession:
         radius = np.linalg.norm(k, axis=-1)
         used = _half_space(k, n) & (radius <= n // 2 - 2 + 1e-6) & (weight != 0)
         shell = np.rint(radius).astype(np.int64)
-        w = _inverse_variance(self.setup.noise, weight, shell)
-        samples = _Samples(k[used], shell[used], _half_spectrum(masked)[used], _half_spectrum(volume)[used], weight[used], w[used])
-        return _Particle(volume, masked, weight, samples)
+        w = _inverse_variance(noise, weight, shell)
+        ctf = noise.gain * weight[used]
+        samples = _Samples(k[used], shell[used], _half_spectrum(masked)[used], _half_spectrum(volume)[used], ctf, w[used])
+        return _Particle(volume, masked, weight, samples, group, noise)
 
     def _model(self, samples: _Samples, rotation: Float) -> Complex:
         """F(R^-1 k)."""
@@ -213,7 +217,7 @@ class ReferenceSearchSession:
         k = _frequencies(n)
         radius = np.linalg.norm(k, axis=-1)
         band = (radius <= k_max + 1e-6) & (radius >= max(self.setup.k_min - 1e-6, 0.5)) & (np.abs(k).max(-1) < n / 2) & (particle.weight != 0)
-        w = _inverse_variance(self.setup.noise, particle.weight, np.rint(radius).astype(np.int64))
+        w = _inverse_variance(particle.noise, particle.weight, np.rint(radius).astype(np.int64))
         x = _volume(_half_spectrum(particle.volume) * np.sqrt(w) * band, n)
         out = np.empty(len(places_angst))
         for i, place in enumerate(places_angst / self._voxel_angst):
@@ -383,10 +387,10 @@ class ReferenceSearchSession:
 
     # -- residuals ---------------------------------------------------------------------------------------------------
 
-    def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> ResidualPower:
-        """Residual power by weight and shell at given poses; beyond the reference's band the whole power."""
+    def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> GroupResiduals:
+        """Residual power by group, weight and shell at given poses; beyond the reference's band the whole power."""
         n = self._n
-        total = ResidualPower.empty(n // 2 + 1)
+        residuals: GroupResiduals = {}
         k = _frequencies(n)
         radius = np.linalg.norm(k, axis=-1)
         used = _half_space(k, n) & (radius <= n // 2 - 2 + 1e-6)
@@ -395,8 +399,9 @@ class ReferenceSearchSession:
         for p, particle in enumerate(self._particles):
             if particle is None:
                 continue
+            total = residuals.setdefault(particle.group, ResidualPower.empty(n // 2 + 1))
             weight = particle.weight[used]
-            model = transform_at(self._reference, k @ rotations[p]) * (radius <= min(self.setup.k_max, n // 2 - 2) + 1e-6)
+            model = particle.noise.gain * transform_at(self._reference, k @ rotations[p]) * (radius <= min(self.setup.k_max, n // 2 - 2) + 1e-6)
             model *= np.exp(-2j * np.pi / n / self._voxel_angst * (k @ shifts_angst[p]))
             residual = np.abs(_half_spectrum(particle.masked)[used] - weight * model) ** 2
             a = _relative_weight(particle.weight)[used]
@@ -404,7 +409,7 @@ class ReferenceSearchSession:
             np.add.at(total.power, (row, shell), residual)
             np.add.at(total.count, (row, shell), 1.0)
             np.add.at(total.weight_sum, (row, shell), a)
-        return total
+        return residuals
 
     def unload(self) -> None:
         """Lets go of the loaded particles."""
@@ -442,13 +447,20 @@ class ReferenceSumSession:
             except BadParticleError as problem:
                 bad.append((index, problem.reason))
                 continue
-            self._add(np.asarray(volume, np.float64), np.asarray(weight, np.float64), rotations[index], shifts_angst[index] / self._voxel_angst)
+            group = 0 if particles.groups is None else int(particles.groups[index])
+            shift = shifts_angst[index] / self._voxel_angst
+            self._add(np.asarray(volume, np.float64), np.asarray(weight, np.float64), rotations[index], shift, group)
             self._count += 1
         return bad
 
-    def _add(self, volume: Float, weight: Float, rotation: Float, shift: Float) -> None:
-        n = self._n
-        wc = weight / self.setup.noise.variance_form(_relative_weight(weight))
+    def _add(self, volume: Float, weight: Float, rotation: Float, shift: Float, group: int) -> None:
+        n, noise = self._n, self.setup.models[group]
+        wc = weight / noise.variance_form(_relative_weight(weight))
+        if len(self.setup.models) > 1:  # among groups also 1 / sigma2 counts, relative to its mean
+            inverse = np.array([1.0 / model.sigma2 for model in self.setup.models])
+            shell = np.minimum(np.rint(np.linalg.norm(_frequencies(n), axis=-1)).astype(np.int64), inverse.shape[1] - 1)
+            wc = wc * (inverse[group] / inverse.mean(0))[shell]
+        wc, weight = noise.gain * wc, noise.gain * weight
         spectrum = _half_spectrum(volume)
         values = (wc * spectrum)[self._used] * np.exp(2j * np.pi / n * (self._k @ shift))
         weights = (wc * weight)[self._used]

@@ -16,7 +16,7 @@ from ..backends.protocols import Backend, Grid, ParticleMask, SearchSession, Sea
 from ..errors import WorkerError
 from ..io.paths import whole_file
 from ..masks import sphere_mean_square
-from ..noise import NoiseModel
+from ..noise import NoiseModel, NoiseModels
 from ..particles import ParticleReader
 from .pinning import WorkerInfo
 
@@ -38,6 +38,8 @@ class Chunk:
         Poses to start from.
     anchors_angst : (p, 3) float64
         Centres of the hard shift limit.
+    groups : (p,) int32 or None
+        Which of a task's noise models is whose; None: all have the first.
     """
 
     half: int
@@ -48,6 +50,7 @@ class Chunk:
     rotations: NDArray[np.float64]
     shifts_angst: NDArray[np.float64]
     anchors_angst: NDArray[np.float64]
+    groups: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -77,7 +80,7 @@ class AlignTask:
     reader: ParticleReader
     reference: ReferenceFile
     particle_mask: ParticleMask
-    noise: NoiseModel
+    noise: NoiseModels
     score: str
     k_min: float
     k_max: float
@@ -98,7 +101,7 @@ class SumTask:
 
     chunk: Chunk
     reader: ParticleReader
-    noise: NoiseModel
+    noise: NoiseModels
     turns: NDArray[np.float64] | None = None
 
     @property
@@ -137,10 +140,9 @@ class WorkerState:
 
     def search_session(self, task: AlignTask) -> SearchSession:
         """The session of a task's setup, opened on first sight; the last two are kept."""
-        noise = task.noise
         text = repr((task.reader.grid, task.reference.digest, task.reference.scale, task.particle_mask, task.score, task.k_min, task.k_max))
-        text += repr((task.max_shift_angst, noise.gamma, noise.epsilon))
-        key = hashlib.blake2b(text.encode() + noise.sigma2.tobytes(), digest_size=16).digest()
+        text += repr((task.max_shift_angst, [(noise.gamma, noise.epsilon, noise.gain) for noise in task.noise]))
+        key = hashlib.blake2b(text.encode() + b"".join(noise.sigma2.tobytes() for noise in task.noise), digest_size=16).digest()
         session = self.sessions.get(key)
         if session is None:
             while len(self.sessions) >= _SESSIONS:
@@ -150,7 +152,7 @@ class WorkerState:
                     task.reader.grid,
                     task.reference.read(),
                     task.particle_mask,
-                    noise,
+                    task.noise,
                     task.score,
                     task.k_min,
                     task.k_max,
@@ -223,7 +225,7 @@ def run_align(task: AlignTask) -> ChunkResult:
     session = _worker().search_session(task)
     grid = task.reader.grid
     levels = () if task.plan is None else search_levels(task.plan, grid.binned_box_size, grid.binned_pixel_size_angst, task.radius_voxels)
-    batch = task.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths)
+    batch = replace(task.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths), groups=chunk.groups)
     everywhere = task.plan is not None and task.plan.everywhere
     evidence = 0.0
     if everywhere and task.score == "ml":
@@ -247,6 +249,8 @@ def run_sum(task: SumTask) -> SumResult:
                 batch = task.reader.batch(
                     tuple(chunk.names[i] for i in rows), tuple(chunk.volume_paths[i] for i in rows), tuple(chunk.weight_paths[i] for i in rows)
                 )
+                if chunk.groups is not None:
+                    batch = replace(batch, groups=chunk.groups[rows])
                 left_out = session.add(batch, chunk.rotations[rows] @ turn, chunk.shifts_angst[rows])
                 if number == 0:
                     bad += [(rows[index], reason) for index, reason in left_out]

@@ -136,7 +136,7 @@ def test_unusable_particles_are_named_and_left_out(make_backend, make_case):
         refined = session.refine(found, case.shifts_angst)
         assert (refined.scores[[1, 2]] == -np.inf).all()
         assert np.isfinite(refined.scores[[0, 3]]).all()
-        results.append(session.residuals(refined.rotations, refined.shifts_angst).count)
+        results.append(session.residuals(refined.rotations, refined.shifts_angst)[0].count)
         sums = backend.open_sum(SumSetup(case.setup.grid, case.setup.particle_mask, case.setup.noise))
         assert sums.add(batch, case.rotations, case.shifts_angst) == [(1, "constant")]
         assert sums.result().n_particles == 3
@@ -420,12 +420,12 @@ def test_a_limit_that_leaves_no_place_leaves_no_candidate(make_backend, make_cas
 def test_residual_power(make_backend, make_case, n, weight):
     """The same samples in the same bins; power within 4 % where there is noise (1-2 % interpolation error of a weak model)."""
     case = make_case(n, weight, particles=6, k_max=4.0)
-    fast, exact = (opened(b, case).residuals(case.rotations, case.shifts_angst) for b in (make_backend(), ReferenceBackend()))
+    fast, exact = (opened(b, case).residuals(case.rotations, case.shifts_angst)[0] for b in (make_backend(), ReferenceBackend()))
     np.testing.assert_array_equal(fast.count, exact.count)
     np.testing.assert_allclose(fast.weight_sum, exact.weight_sum, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(fast.power.sum(0), exact.power.sum(0), rtol=0.04)
     assert exact.count[:, 7 if n == 16 else 6 :].sum() == 0
-    moved = opened(make_backend(), case).residuals(case.rotations, case.shifts_angst + case.voxel_angst)
+    moved = opened(make_backend(), case).residuals(case.rotations, case.shifts_angst + case.voxel_angst)[0]
     assert (moved.power.sum(0)[1:5] > 1.02 * fast.power.sum(0)[1:5]).all()
     np.testing.assert_allclose(moved.power.sum(0)[5:], fast.power.sum(0)[5:], err_msg="nothing is subtracted beyond the band")
 
@@ -437,7 +437,7 @@ def test_residuals_at_the_truth_give_back_the_noise(make_backend, make_case):
     taken off, which takes a little noise out of the first shells.
     """
     case = make_case(16, "none", particles=24, noise=2.0)
-    power = opened(make_backend(), case).residuals(case.rotations, case.shifts_angst)
+    power = opened(make_backend(), case).residuals(case.rotations, case.shifts_angst)[0]
     shells = slice(3, 7)
     measured = power.power.sum(0)[shells] / power.count.sum(0)[shells]
     np.testing.assert_allclose(measured, case.setup.noise.sigma2[shells], rtol=0.1)
