@@ -18,12 +18,23 @@ _SETTLED_RUNS = 2
 _GLOBAL_ITERATIONS = 1
 
 
+def first_search(job: Job) -> SearchPlan:
+    """What the first iteration searches from a start map; an average of the given poses may have a narrower band."""
+    settings = job.settings
+    assert isinstance(settings, AlignSettings)
+    shift_range = settings.shift_range_angst if settings.shift_range_angst is not None else 0.15 * job.diameter_angst
+    if settings.max_shift_angst is not None:
+        shift_range = min(shift_range, settings.max_shift_angst)
+    k_max = min(job.k_limit, max(3.0, float(int(job.shell_of(settings.initial_lowpass_angst)))))
+    return SearchPlan(settings.angle_increment_deg, settings.angle_shells, shift_range, k_max, settings.global_search, settings.symmetry)
+
+
 def search_plan(job: Job, state: RunState) -> SearchPlan:
     """What the iteration after `state` searches."""
     settings = job.settings
     assert isinstance(settings, AlignSettings)
     everywhere = settings.global_search and state.iteration < _GLOBAL_ITERATIONS
-    return SearchPlan(state.increment_deg, settings.angle_shells, state.shift_range_angst, state.k_max, everywhere)
+    return SearchPlan(state.increment_deg, settings.angle_shells, state.shift_range_angst, state.k_max, everywhere, settings.symmetry)
 
 
 def first_increment_deg(job: Job, plan: SearchPlan) -> float:

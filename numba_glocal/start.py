@@ -21,7 +21,7 @@ from .noise import GroupResiduals, NoiseModels, add_residuals
 from .passes import HALVES, Passes
 from .reference_maps import ReferenceMaps
 from .results import RunState
-from .schedule import search_plan
+from .schedule import first_search, search_plan
 from .settings import AlignSettings, AverageSettings
 from .symmetry import symmetrised, symmetry_agreement
 from .values import Volume
@@ -56,16 +56,13 @@ class Start:
         assert isinstance(settings, AlignSettings)
         count = len(job.particles)
         nothing = np.full(count, np.nan)
-        shift_range = settings.shift_range_angst if settings.shift_range_angst is not None else 0.15 * job.diameter_angst
-        if settings.max_shift_angst is not None:
-            shift_range = min(shift_range, settings.max_shift_angst)
-        k_max = min(job.k_limit, max(3.0, float(int(job.shell_of(settings.initial_lowpass_angst)))))
+        plan = first_search(job)
         state = RunState(
             0,
             job.particles.poses,
-            k_max,
-            settings.angle_increment_deg,
-            shift_range,
+            plan.k_max,
+            plan.increment_deg,
+            plan.shift_radius_angst,
             nothing,
             nothing.copy(),
             nothing.copy(),
@@ -93,7 +90,7 @@ class Start:
             with FileWriter() as writer:
                 writer.write(self.folder.write_maps, folder, half_maps, fsc, settings.fsc_criterion)
                 self.maps.write_references(folder, sums, fsc, writer)
-            state = replace(state, k_max=self.maps.next_band(state.k_max, fsc, ceiling=k_max))
+            state = replace(state, k_max=self.maps.next_band(state.k_max, fsc, ceiling=plan.k_max))
         self._show_start(folder)
         return state
 
