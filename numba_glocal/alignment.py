@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from .backends.protocols import Candidates, ParticleBatch, PoseEstimates, SearchLevel, SearchSession, as_candidates, unusable
+from .backends.protocols import MOST_STEPS, Candidates, ParticleBatch, PoseEstimates, SearchLevel, SearchSession, as_candidates, unusable
 from .noise import GroupResiduals
 from .sampling import local_rotations, rotations_for_increment
 from .symmetry import group_rotations, in_asymmetric_unit
@@ -175,6 +175,7 @@ def align_chunk(
     everywhere: bool = False,
     evidence: float = 0.0,
     symmetry: str = "C1",
+    most_steps: int = MOST_STEPS,
 ) -> ChunkResult:
     """Searches level by level, refines, and collects residuals at the poses found.
 
@@ -196,6 +197,8 @@ def align_chunk(
         Log-likelihood that one unit of score stands for; 0 where scores are no likelihoods. Else unlikely candidates are dropped between levels.
     symmetry : str
         Candidates that it makes equal to a better one are dropped between the levels of a global search.
+    most_steps : int
+        Of Gauss-Newton; 0 gives the sums and scores of the poses as they are.
     """
     bad = session.load(particles)
     candidates = as_candidates(np.broadcast_to(np.eye(3), rotations.shape) if everywhere else rotations, shifts_angst)
@@ -207,7 +210,7 @@ def align_chunk(
     found = candidates.scores[:, 0] > -np.inf
     estimates = None
     if refine:
-        estimates = session.refine(candidates, anchor_angst)
+        estimates = session.refine(candidates, anchor_angst, most_steps)
         new_rotations, new_shifts = estimates.rotations, estimates.shifts_angst
     else:
         new_rotations, new_shifts = candidates.rotations[:, 0], candidates.shifts_angst[:, 0]

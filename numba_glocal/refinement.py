@@ -24,8 +24,8 @@ from .file_writer import FileWriter
 from .fourier import use_threads
 from .io import read_volume, write_volume
 from .job import Job, make_chunks
-from .noise import GroupResiduals, NoiseModel, NoiseModels, add_residuals, noise_line
-from .passes import HALVES, Passes, Stage
+from .noise import NoiseModel, NoiseModels, noise_line
+from .passes import HALVES, Aligned, Passes, Stage
 from .reference_maps import ReferenceMaps
 from .resolution import Crossing
 from .results import RunFolder, RunState, finite_or_none
@@ -308,17 +308,28 @@ def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage, c
 
 
 def _average_noise(passes: Passes, maps: ReferenceMaps, fsc: FSCCurve) -> tuple[dict[int, NoiseModels], float]:
-    """Noise of each half at the poses as they are, against its own average; and the band that chose its form."""
+    """Noise of each half at the poses as they are, against its own average; and the band that chose its form.
+
+    Of several groups the gains are found first, and the noise is fitted again with them.
+    """
     job = passes.job
     references = maps.references(0)
     k_max = min(job.k_limit, float(max(3, maps.crossing(fsc).shell + 1)))
-    residuals: dict[int, GroupResiduals] = {half: {} for half in HALVES}
-    flat = passes.flat_noise()
-    tasks = [
-        AlignTask(chunk, job.reader, references[half], job.particle_mask, flat[half], "ml", 0.0, k_max, math.inf, None, job.radius_voxels, False)
-        for half in HALVES
-        for chunk in make_chunks(job.particles, job.particles.poses.shifts_angst, half, largest=passes.largest_chunk)
-    ]
-    for task, result in passes.results("noise", tasks):
-        add_residuals(residuals[task.chunk.half], result.residuals)
-    return passes.fit_noise(residuals, k_max), k_max
+    several = len(job.noise_groups.names) > 1
+    nothing = np.full(len(job.particles), np.nan)
+    state = RunState(0, job.particles.poses, 0.0, 0.0, 0.0, nothing, nothing, nothing, nothing, {}, [])
+    noise = passes.flat_noise()
+    for _ in range(2 if several else 1):
+        tasks = [
+            AlignTask(
+                *(chunk, job.reader, references[half], job.particle_mask, noise[half], "ml", 0.0, k_max, math.inf, None),
+                *(job.radius_voxels, several, 0),
+            )
+            for half in HALVES
+            for chunk in make_chunks(job.particles, job.particles.poses.shifts_angst, half, largest=passes.largest_chunk)
+        ]
+        aligned = Aligned(state)
+        for task, result in passes.results("noise", tasks):
+            aligned.take(task, result)
+        noise = passes.fit_noise(aligned.residuals, k_max, passes.fit_gains(aligned, noise) if several else None)
+    return noise, k_max

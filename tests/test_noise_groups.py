@@ -18,9 +18,7 @@ def particles(tomograms, half, optics=None):
     optics = np.zeros(count, np.int32) if optics is None else np.asarray(optics, np.int32)
     names = tuple(f"p{i}.mrc" for i in range(count))
     poses = Poses(np.repeat(np.eye(3)[None], count, 0), np.zeros((count, 3)))
-    return ParticleSet(
-        names, tuple(map(Path, names)), (None,) * count, poses, np.asarray(half, np.int8), tuple(tomograms), optics, 10.0, "here", 16
-    )
+    return ParticleSet(names, tuple(map(Path, names)), (None,) * count, poses, np.asarray(half, np.int8), tuple(tomograms), optics, 10.0, "here", 16)
 
 
 def halves(count):
@@ -43,7 +41,9 @@ def test_auto_falls_back_to_optics_groups_and_to_one():
     assert (found.by, len(found.names), found.index.max()) == ("none", 1, 0) and str(found) == "one noise model for each half"
 
 
-@pytest.mark.parametrize(("wanted", "by", "count"), [("none", "none", 1), ("tomogram", "tomogram", 2), ("optics", "optics", 2), ("auto", "tomogram", 2)])
+@pytest.mark.parametrize(
+    ("wanted", "by", "count"), [("none", "none", 1), ("tomogram", "tomogram", 2), ("optics", "optics", 2), ("auto", "tomogram", 2)]
+)
 def test_what_was_asked_for(wanted, by, count):
     found = find_noise_groups(particles(["a"] * 10 + ["b"] * 10, halves(20), [0, 0, 1, 1] * 5), wanted)
     assert (found.by, len(found.names)) == (by, count)

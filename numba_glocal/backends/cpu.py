@@ -29,6 +29,7 @@ from . import interpolation as kernels
 from . import lines
 from .cache import ByteCache
 from .protocols import (
+    MOST_STEPS,
     Candidates,
     Grid,
     ParticleBatch,
@@ -44,7 +45,6 @@ from .protocols import (
 _SCALE = np.float32(PAD)
 _STOP_ANGLE_DEG = 0.02
 _STOP_SHIFT_ANGST = 0.02
-_MAX_STEPS = 8
 _MAX_ANGLE_STEP_DEG = 3.0
 _COLUMN_GROUP_BYTES = 64 << 20
 _TEMPLATE_CACHE_BYTES = 512 << 20
@@ -454,7 +454,7 @@ class CPUSearchSession:
 
     # -- refinement --------------------------------------------------------------------------------------------------
 
-    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64]) -> PoseEstimates:
+    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64], most_steps: int = MOST_STEPS) -> PoseEstimates:
         """Exact Gauss-Newton of every candidate on the particle's own grid samples; keeps the best of each particle."""
         count = len(self._particles)
         out = PoseEstimates(
@@ -499,7 +499,7 @@ class CPUSearchSession:
             samples = k[:used], data[:used], ctf[:used], weight[:used]
             power = float((weight[:used] * (data[:used].real ** 2 + data[:used].imag ** 2)).sum(dtype=np.float64))
             ends = [
-                self._gauss_newton(samples, candidates.rotations[p, s], candidates.shifts_angst[p, s], anchor_angst[p])
+                self._gauss_newton(samples, candidates.rotations[p, s], candidates.shifts_angst[p, s], anchor_angst[p], most_steps)
                 for s in range(candidates.scores.shape[1])
                 if candidates.scores[p, s] > -np.inf
             ]
@@ -530,7 +530,12 @@ class CPUSearchSession:
         return sums
 
     def _gauss_newton(
-        self, samples: tuple[NDArray[Any], ...], rotation: NDArray[np.float64], shift_angst: NDArray[np.float64], anchor_angst: NDArray[np.float64]
+        self,
+        samples: tuple[NDArray[Any], ...],
+        rotation: NDArray[np.float64],
+        shift_angst: NDArray[np.float64],
+        anchor_angst: NDArray[np.float64],
+        most_steps: int,
     ) -> tuple[float, NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], int]:
         """Steps until the step is small, never until the cost is: with noise fitted at bad poses a cost test stops too early."""
         grid, n = self.setup.grid, self._n
@@ -538,7 +543,7 @@ class CPUSearchSession:
         sums = self._sums(samples, rotation, shift_angst)
         likelihood = 2.0 * sums[27] - sums[28]
         damping, taken = 0.0, 0
-        for _ in range(_MAX_STEPS):
+        for _ in range(most_steps):
             hessian, gradient = unpack_normal_equations(sums)
             hessian[np.diag_indices(6)] *= 1.0 + damping
             away = rotation.T @ (shift_angst - anchor_angst) / unit_angst

@@ -112,6 +112,9 @@ class SumSetup:
         return as_models(self.noise)
 
 
+MOST_STEPS = 8
+"""Steps of Gauss-Newton, at most."""
+
 NOT_FINITE = "it holds values that are not finite"
 CONSTANT = "it is constant"
 """Why a particle that could be read is left out, in the same words by every backend."""
@@ -288,8 +291,8 @@ class SearchSession(Protocol):
     def search(self, starts: Candidates, anchor_angst: NDArray[np.float64], level: SearchLevel) -> Candidates:
         """Best candidates around each start; `anchor_angst` (p, 3) is the centre of the hard shift limit."""
 
-    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64]) -> PoseEstimates:
-        """Exact Gauss-Newton of every candidate; the best of each particle."""
+    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64], most_steps: int = MOST_STEPS) -> PoseEstimates:
+        """Exact Gauss-Newton of every candidate; the best of each particle. With `most_steps` 0 the candidates as they are."""
 
     def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> GroupResiduals:
         """Residual power of each group at given poses, beyond `k_max` the whole power."""

@@ -18,7 +18,7 @@ from scipy.spatial.transform import Rotation
 
 from ..errors import BadParticleError
 from ..noise import WEIGHT_BIN_EDGES, GroupResiduals, NoiseModel, ResidualPower
-from .protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, WeightedSum, no_candidates
+from .protocols import MOST_STEPS, Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, WeightedSum, no_candidates
 
 Float = NDArray[np.float64]
 Complex = NDArray[np.complex128]
@@ -275,7 +275,7 @@ class ReferenceSearchSession:
 
     # -- refinement --------------------------------------------------------------------------------------------------
 
-    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64]) -> PoseEstimates:
+    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64], most_steps: int = MOST_STEPS) -> PoseEstimates:
         """Maximises the likelihood from every candidate with a general optimiser; keeps the best of each particle."""
         count = len(self._particles)
         nothing = np.full(count, -np.inf)
@@ -297,6 +297,8 @@ class ReferenceSearchSession:
             samples = particle.samples.within(self.setup.k_min, k_max)
             ends = [
                 self._maximise(samples, candidates.rotations[p, s], candidates.shifts_angst[p, s], anchor_angst[p])
+                if most_steps
+                else self._as_it_is(samples, candidates.rotations[p, s], candidates.shifts_angst[p, s])
                 for s in range(candidates.scores.shape[1])
                 if candidates.scores[p, s] > -np.inf
             ]
@@ -332,6 +334,10 @@ class ReferenceSearchSession:
     def _whitened_model(self, samples: _Samples, rotation: Float, shift_angst: Float) -> Float:
         model = np.sqrt(samples.inverse_variance) * samples.weight * self._model(samples, rotation) / self._phase(samples, shift_angst)
         return np.concatenate([model.real, model.imag])
+
+    def _as_it_is(self, samples: _Samples, rotation: Float, shift_angst: Float) -> tuple[float, Float, Float, int]:
+        num, den = self.sums(samples, samples.data, rotation, shift_angst)
+        return 2.0 * num - den, rotation, shift_angst, 0
 
     def _maximise(self, samples: _Samples, rotation: Float, shift_angst: Float, anchor_angst: Float) -> tuple[float, Float, Float, int]:
         """Likelihood, pose and number of evaluations at the end of a search from one candidate."""

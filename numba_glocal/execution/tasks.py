@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..alignment import ChunkResult, SearchPlan, align_chunk, search_levels
-from ..backends.protocols import Backend, Grid, ParticleMask, SearchSession, SearchSetup, SumSetup, WeightedSum
+from ..backends.protocols import MOST_STEPS, Backend, Grid, ParticleMask, SearchSession, SearchSetup, SumSetup, WeightedSum
 from ..errors import WorkerError
 from ..io.paths import whole_file
 from ..masks import sphere_mean_square
@@ -74,7 +74,7 @@ class ReferenceFile:
 
 @dataclass(frozen=True, slots=True)
 class AlignTask:
-    """Search, refine and measure residuals for one chunk."""
+    """Search, refine (`most_steps` 0: only look) and measure residuals for one chunk."""
 
     chunk: Chunk
     reader: ParticleReader
@@ -88,6 +88,7 @@ class AlignTask:
     plan: SearchPlan | None
     radius_voxels: float
     refine: bool
+    most_steps: int = MOST_STEPS
 
     @property
     def affinity(self) -> tuple[str, ...]:
@@ -232,7 +233,7 @@ def run_align(task: AlignTask) -> ChunkResult:
         evidence = sphere_mean_square(grid.binned_box_size, task.particle_mask.radius_voxels, task.particle_mask.soft_edge_voxels)
     symmetry = "C1" if task.plan is None else task.plan.symmetry
     poses = chunk.rotations, chunk.shifts_angst, chunk.anchors_angst
-    return align_chunk(session, batch, *poses, levels, task.refine, everywhere, evidence, symmetry)
+    return align_chunk(session, batch, *poses, levels, task.refine, everywhere, evidence, symmetry, task.most_steps)
 
 
 def run_sum(task: SumTask) -> SumResult:

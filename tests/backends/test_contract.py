@@ -212,6 +212,18 @@ def test_covariance_is_the_scatter_of_refined_poses(make_backend, make_case):
     assert ((rms > 0.7) & (rms < 1.6)).all()
 
 
+def test_no_steps_leave_the_poses_and_give_their_sums(make_backend, make_case):
+    case = make_case(16, "ctf2", gamma=1.0, particles=2, noise=1.5)
+    away = as_candidates(case.rotations, case.shifts_angst + 0.5 * case.voxel_angst)
+    fast, exact = (opened(backend, case).refine(away, case.shifts_angst, 0) for backend in (make_backend(), ReferenceBackend()))
+    for found in (fast, exact):
+        np.testing.assert_array_equal(found.rotations, case.rotations)
+        np.testing.assert_allclose(found.shifts_angst, away.shifts_angst[:, 0], rtol=1e-12)
+        assert (found.steps == 0).all()
+    np.testing.assert_allclose(fast.numerator, exact.numerator, rtol=0.02)
+    np.testing.assert_allclose(fast.denominator, exact.denominator, rtol=0.02)
+
+
 def test_margin_is_the_gain_over_another_pose(make_backend, make_case):
     """Two starts that refine to different optima: the margin is the difference of their likelihoods; to the same: infinite."""
     case = make_case(16, "none", particles=1, noise=2.0)

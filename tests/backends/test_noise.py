@@ -165,7 +165,9 @@ def test_gains_are_recovered_and_relative():
 def test_gains_are_one_where_errors_explain_the_scatter():
     """Five particles a group, one true scale, errors three times as large as the model says: gains stay within a third of their errors."""
     found = np.array([fit_gains(*sums_of((1.0,) * 6, 5, seed, excess=9.0), (1.0,) * 6) for seed in range(40)])
-    raw = np.array([[(n[g == i].sum() / d[g == i].sum()) for i in range(6)] for n, d, g in (sums_of((1.0,) * 6, 5, s, excess=9.0) for s in range(40))])
+    raw = np.array(
+        [[(n[g == i].sum() / d[g == i].sum()) for i in range(6)] for n, d, g in (sums_of((1.0,) * 6, 5, s, excess=9.0) for s in range(40))]
+    )
     assert np.sqrt(((found - 1) ** 2).mean()) < 0.4 * raw.std()
     assert (np.abs(found - 1).max(axis=1) == 0).mean() > 0.3
 

@@ -19,7 +19,7 @@ from .. import lines
 from ..cache import ByteCache
 from ..cpu import CPUSearchSession, unpack_normal_equations
 from ..interpolation import interpolation_curvature
-from ..protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, no_candidates
+from ..protocols import MOST_STEPS, Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, no_candidates
 from . import gemm, kernels
 from .memory import free_bytes, halve_until_it_fits, release_unused
 from .pool import Pool
@@ -35,7 +35,6 @@ from .weights import WeightVolumes
 
 _STOP_ANGLE_DEG = 0.02
 _STOP_SHIFT_ANGST = 0.02
-_MAX_STEPS = 8
 _MAX_ANGLE_STEP_DEG = 3.0
 _POOL_SHARE = 0.6
 _BATCH_SHARE = 0.05
@@ -563,7 +562,7 @@ class CUDASearchSession:
             taken.copy_to_host(),
         )
 
-    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64]) -> PoseEstimates:
+    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64], most_steps: int = MOST_STEPS) -> PoseEstimates:
         """Exact Gauss-Newton of every candidate; keeps the best of each particle."""
         count = len(self._slots)
         out = PoseEstimates(
@@ -584,7 +583,7 @@ class CUDASearchSession:
         if not len(p_of):
             return out
         rotations, shifts, sums, taken = self._run_refine(
-            p_of, candidates.rotations[p_of, s_of], candidates.shifts_angst[p_of, s_of], anchor_angst, _MAX_STEPS, self._loaded_pool().cubes[0]
+            p_of, candidates.rotations[p_of, s_of], candidates.shifts_angst[p_of, s_of], anchor_angst, most_steps, self._loaded_pool().cubes[0]
         )
         likelihood = 2.0 * sums[:, 27] - sums[:, 28]
         order = np.lexsort((s_of, -likelihood, p_of))
