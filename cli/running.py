@@ -27,7 +27,7 @@ from numba_glocal.fourier import padded_offset
 from numba_glocal.job import Job, largest_chunk, particle_bytes
 from numba_glocal.refinement import RunResult
 from numba_glocal.report import WorkerSummary, write_report
-from numba_glocal.results import RunFolder, RunState, load_report_data, total_of_legs
+from numba_glocal.results import FILES, RunFolder, RunState, load_report_data, total_of_legs
 from numba_glocal.schedule import first_search, has_converged
 from numba_glocal.settings import AlignSettings, AverageSettings
 from numba_glocal.symmetry import grid_factors
@@ -226,13 +226,14 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("noise", str(job.noise_groups)),
         ("data", "premultiplied, weights hold CTF^2 (RELION 4 convention)" if particles.premultiplied else "weights multiply the reference"),
     ]
+    facts.append(("wedge", _wedge_text(job)))
     if isinstance(settings, AlignSettings):
         first = first_search(job)
         levels = _levels(job, first)
         text = ", ".join(f"{len(level.rotations)} rotations to {job.shell_of(1.0) / level.k_max:.0f} A" for level in levels)
         facts += [
             ("start map", settings.reference or "average of the given poses"),
-            ("first search", f"{'all orientations: ' if settings.global_search else ''}{text}; shifts within {first.shift_radius_angst:.0f} A"),
+            ("first search", f"{_where(settings)}{text}; shifts within {first.shift_radius_angst:.0f} A"),
             ("score", settings.score),
             ("iterations", f"{'at most ' if settings.until_converged else ''}{settings.iterations}"),
             ("estimated time", _estimate(job, plan, levels)),
@@ -250,6 +251,36 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("output", settings.output),
     ]
     return facts
+
+
+def _where(settings: AlignSettings) -> str:
+    """Where the first search looks, if not around the poses of the list alone."""
+    if settings.relax_symmetry is not None:
+        return f"around each pose and its {settings.relax_symmetry} copies: "
+    if settings.angle_list is not None:
+        return f"all orientations of {Path(settings.angle_list).name}: "
+    return "all orientations: " if settings.global_search else ""
+
+
+def _wedge_text(job: Job) -> str:
+    """Where weights come from; tilts as they were read, and as they are used."""
+    weights = job.particles.weight_paths
+    n_volumes = sum(isinstance(weight, Path) for weight in weights)
+    kinds = [f"{plural(n_volumes, 'particle')} with volumes of the list"] if n_volumes else []
+    given = [weight for weight in weights if isinstance(weight, tuple)]
+    sets = list(dict.fromkeys(given))
+    flipped = ", taken with the other sign (--flip-tilt)" if job.settings.flip_tilt else ""
+    if sets:
+        shown = "; ".join(" and ".join(f"{t.tilt_min_deg:g} to {t.tilt_max_deg:g} about {t.tilt_axis}" for t in tilts) for tilts in sets[:3])
+        more = f" and {len(sets) - 3} others" if len(sets) > 3 else ""
+        kinds.append(f"{plural(len(given), 'particle')} with tilts {shown}{more} of the list{flipped}")
+    rest = len(weights) - n_volumes - len(given)
+    if rest and job.settings.tilt_range_deg is not None:
+        low, high = job.settings.tilt_range_deg
+        kinds.append(f"{plural(rest, 'particle')} with tilts {low:g} to {high:g} about {job.settings.tilt_axis} (--tilt-range){flipped}")
+    elif rest:
+        kinds.append(f"{plural(rest, 'particle')} without")
+    return ", ".join(kinds)
 
 
 def _symmetry_text(name: str) -> str:
@@ -415,6 +446,8 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
     if state is not None and state.history:
         last = state.history[-1]
         say(f"Median change of the last iteration: {last['angle_change_deg']:.2f} degrees, {last['shift_change_angst']:.2f} A.")
+        unclear = f"; {plural(last['ambiguous'], 'particle')} had a second mode at odds of more than 1 to 100" if last["ambiguous"] else ""
+        say(f"Median uncertainty of a pose, along one axis: {last['angle_sigma_deg']:.2f} degrees, {last['shift_sigma_angst']:.2f} A{unclear}.")
         if getattr(job.settings, "until_converged", False):
             reached = "Converged" if has_converged(state.history) else "Not converged"
             say(f"{reached} after {plural(len(state.history), 'iteration')}.")
@@ -423,7 +456,12 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
     legs = folder.legs()
     in_all = f" ({total_of_legs(legs)[0]:.1f} s in all, resumed {plural(len(legs) - 1, 'time')})" if len(legs) > 1 else ""
     say(f"{result.half_counts[0]} + {result.half_counts[1]} particles, {seconds:.1f} s{in_all}.")
-    say(f"Results in {folder.path}: average.mrc, half1.mrc, half2.mrc, particles.star, fsc.star, report.html")
+    say(f"Results in {folder.path}: average.mrc, half1.mrc, half2.mrc, {_lists(folder)}, fsc.star, report.html")
+
+
+def _lists(folder: RunFolder) -> str:
+    """Names of the particle lists in a run folder."""
+    return ", ".join(sorted(path.name for path in folder.path.glob("particles*") if path.name in FILES))
 
 
 @contextmanager

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..noise import GroupResiduals, NoiseModel, NoiseModels, as_models
+from ..pose_prior import PosePrior
+from .newton import MAX_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +113,6 @@ class SumSetup:
         """Noise by group."""
         return as_models(self.noise)
 
-
-MOST_STEPS = 8
-"""Steps of Gauss-Newton, at most."""
 
 NOT_FINITE = "it holds values that are not finite"
 CONSTANT = "it is constant"
@@ -238,8 +237,7 @@ class PoseEstimates:
     log_likelihood : (p,) float64
         ``2 num - den2``, relative to no particle at all, corrected for the mask: differences are log-odds.
     margin : (p,) float64
-        Log-likelihood above the best candidate that refined to another pose; inf when there was none. Runs show it nowhere:
-        the last level of their search keeps one candidate.
+        Log-likelihood above the best candidate that refined to another pose; inf when there was none.
     numerator, denominator : (p,) float64
         num and den2 at the pose.
     steps : (p,) int32
@@ -285,13 +283,17 @@ class WeightedSum:
 class SearchSession(Protocol):
     """One reference, one half-set. A context manager; owns memory."""
 
-    def load(self, particles: ParticleBatch) -> list[tuple[int, str]]:
-        """Makes particles ready; returns (index, reason) of those that are unusable. They get no candidates."""
+    def load(self, particles: ParticleBatch, prior: PosePrior | None = None) -> list[tuple[int, str]]:
+        """Makes particles ready; returns (index, reason) of those that are unusable. They get no candidates.
+
+        A prior is added to scores (Gaussians to likelihoods only) and to the refinement, its limit holds in both; what is reported at the end
+        are score and likelihood without it, and the covariance with it.
+        """
 
     def search(self, starts: Candidates, anchor_angst: NDArray[np.float64], level: SearchLevel) -> Candidates:
         """Best candidates around each start; `anchor_angst` (p, 3) is the centre of the hard shift limit."""
 
-    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64], most_steps: int = MOST_STEPS) -> PoseEstimates:
+    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64], most_steps: int = MAX_STEPS) -> PoseEstimates:
         """Exact Gauss-Newton of every candidate; the best of each particle. With `most_steps` 0 the candidates as they are."""
 
     def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> GroupResiduals:

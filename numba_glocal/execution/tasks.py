@@ -12,12 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..alignment import ChunkResult, SearchPlan, align_chunk, search_levels
-from ..backends.protocols import MOST_STEPS, Backend, Grid, ParticleMask, SearchSession, SearchSetup, SumSetup, WeightedSum
+from ..backends.newton import MAX_STEPS
+from ..backends.protocols import Backend, Grid, ParticleMask, SearchSession, SearchSetup, SumSetup, WeightedSum
 from ..errors import WorkerError
 from ..io.paths import whole_file
 from ..masks import sphere_mean_square
 from ..noise import NoiseModel, NoiseModels
 from ..particles import ParticleReader
+from ..pose_prior import PosePrior, PriorWidths
+from ..values import Weight
 from .pinning import WorkerInfo
 
 _SESSIONS = 2
@@ -38,6 +41,8 @@ class Chunk:
         Poses to start from.
     anchors_angst : (p, 3) float64
         Centres of the hard shift limit.
+    anchor_rotations : (p, 3, 3) float64
+        Orientations that a prior is about.
     groups : (p,) int32 or None
         Which of a task's noise models is whose; None: all have the first.
     """
@@ -46,10 +51,11 @@ class Chunk:
     rows: NDArray[np.int64]
     names: tuple[str, ...]
     volume_paths: tuple[Path, ...]
-    weight_paths: tuple[Path | None, ...]
+    weight_paths: tuple[Weight | None, ...]
     rotations: NDArray[np.float64]
     shifts_angst: NDArray[np.float64]
     anchors_angst: NDArray[np.float64]
+    anchor_rotations: NDArray[np.float64]
     groups: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
@@ -88,7 +94,8 @@ class AlignTask:
     plan: SearchPlan | None
     radius_voxels: float
     refine: bool
-    most_steps: int = MOST_STEPS
+    prior: PriorWidths = PriorWidths()
+    most_steps: int = MAX_STEPS
 
     @property
     def affinity(self) -> tuple[str, ...]:
@@ -227,13 +234,12 @@ def run_align(task: AlignTask) -> ChunkResult:
     grid = task.reader.grid
     levels = () if task.plan is None else search_levels(task.plan, grid.binned_box_size, grid.binned_pixel_size_angst, task.radius_voxels)
     batch = replace(task.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths), groups=chunk.groups)
-    everywhere = task.plan is not None and task.plan.everywhere
     evidence = 0.0
-    if everywhere and task.score == "ml":
+    if levels and task.score == "ml":
         evidence = sphere_mean_square(grid.binned_box_size, task.particle_mask.radius_voxels, task.particle_mask.soft_edge_voxels)
-    symmetry = "C1" if task.plan is None else task.plan.symmetry
+    prior = PosePrior.about(task.prior, chunk.anchor_rotations, chunk.anchors_angst)
     poses = chunk.rotations, chunk.shifts_angst, chunk.anchors_angst
-    return align_chunk(session, batch, *poses, levels, task.refine, everywhere, evidence, symmetry, task.most_steps)
+    return align_chunk(session, batch, *poses, levels, task.refine, task.plan, evidence, prior, task.most_steps)
 
 
 def run_sum(task: SumTask) -> SumResult:
