@@ -6,7 +6,7 @@ in data without CTF it is flat inside the wedge. So the form is not assumed but 
     variance(k) = sigma2[shell] * V(a),   V(a) = (a + epsilon)^gamma,   a = |C| / max |C|   (C^2 for a signed CTF)
 
 Tomograms differ in thickness, dose and defocus, and so in their noise. Each *group* of particles has a model of its own, and with it the scale
-of its signal: a particle's expected transform is ``gain C F`` (docs/adr/0011).
+of its signal: a particle's expected transform is ``gain C F`` (docs/adr/0012).
 """
 
 from __future__ import annotations
