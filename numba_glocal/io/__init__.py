@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from ..errors import InputError, ListError
 from ..values import ParticleSet
 from .relion import read_relion_particles, write_relion_particles
+from .relion_versions import VERSIONS, RelionVersion, lost_in_version, write_version
 from .volumes import read_header, read_volume, write_volume
 
 HELD = {
@@ -27,7 +28,8 @@ HELD = {
     "weights": "wedge or CTF volumes",
     "tilt_ranges": "tilt ranges",
     "pixel_size": "pixel size",
-    "volume_axes": "the axes of turned volumes",
+    "volume_axes": "that volumes are turned",
+    "stacks": "that particles are stacks of 2-D images",
 }
 """What a list can hold beside names and poses, and how it is called in messages."""
 
@@ -54,6 +56,9 @@ class ListFormat:
         ``recognises(head: bytes) -> bool`` from the first bytes of a file. None: any file with the suffix.
     holds : frozenset of str
         Of `HELD`: what the writer can put into such a list.
+    leaves : callable or None
+        ``leaves(particles) -> list of str``: what else it cannot take over of these particles, as words. None: whatever their
+        source says that only lists of its own kind hold.
     """
 
     name: str
@@ -63,6 +68,7 @@ class ListFormat:
     key: str = ""
     recognises: Callable[[bytes], bool] | None = None
     holds: frozenset[str] = frozenset()
+    leaves: Callable[[ParticleSet], list[str]] | None = None
 
 
 _FORMATS: list[ListFormat] = []
@@ -78,7 +84,7 @@ def register_format(list_format: ListFormat) -> None:
     for old in same:
         _FORMATS.remove(old)
     # a known kind that nobody reads yet gives way to one that does
-    for old in [f for f in _FORMATS if f.read is None and set(f.suffixes) & set(list_format.suffixes)]:
+    for old in [f for f in _FORMATS if f.read is None and f.write is None and set(f.suffixes) & set(list_format.suffixes)]:
         _FORMATS.remove(old)
     _FORMATS.append(list_format)
 
@@ -95,7 +101,7 @@ def format_of_file(path: str | Path) -> ListFormat:
     if not any(suffix in f.suffixes for f in _FORMATS):
         # lists without a telling name are STAR files in practice; its reader says when they are not
         suffix = ".star"
-    found = [f for f in reversed(_FORMATS) if suffix in f.suffixes]
+    found = [f for f in reversed(_FORMATS) if suffix in f.suffixes and (f.read is not None or f.write is None)]
     choosy = [f for f in found if f.recognises is not None]
     if choosy:
         try:
@@ -201,8 +207,11 @@ def left_behind(particles: ParticleSet, target: ListFormat) -> list[str]:
         "tilt_ranges": particles.tilt_ranges_deg is not None and bool(np.isfinite(particles.tilt_ranges_deg).any()),
         "pixel_size": bool(np.isfinite(particles.pixel_size_angst)),
         "volume_axes": particles.volume_axes is not None,
+        "stacks": particles.stacks is not None,
     }
     lost = [words for part, words in HELD.items() if there[part] and part not in target.holds]
+    if target.leaves is not None:
+        return lost + target.leaves(particles)
     extras = getattr(particles.source, "extras", None)
     return lost + (list(extras()) if extras is not None else [])
 
@@ -210,6 +219,24 @@ def left_behind(particles: ParticleSet, target: ListFormat) -> list[str]:
 def _known(action: str) -> str:
     known = {f.name: f"{f.name} ({', '.join(f.suffixes)})" for f in _FORMATS if getattr(f, action) is not None}
     return ", ".join(known.values())
+
+
+_RELION_HOLDS = frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "pixel_size"})
+
+
+def _of_version(version: RelionVersion) -> ListFormat:
+    """A version of RELION's lists as a format to be asked for; all of them are read by one reader."""
+    holds = _RELION_HOLDS | (frozenset({"volume_axes"}) if version.has_tomograms else frozenset())
+    holds |= frozenset({"stacks"}) if version.centred else frozenset()
+    return ListFormat(
+        version.name,
+        (".star",),
+        None,
+        lambda path, particles, extra_columns=None: write_version(version, path, particles, extra_columns),
+        key=version.key,
+        holds=holds,
+        leaves=lambda particles: lost_in_version(particles, version),
+    )
 
 
 register_format(ListFormat("PyTom particle list", (".xml",)))
@@ -222,9 +249,12 @@ register_format(
         read_relion_particles,
         write_relion_particles,
         key="relion",
-        holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "pixel_size"}),
+        holds=_RELION_HOLDS,
+        leaves=lambda particles: [],
     )
 )
+for _version in VERSIONS:
+    register_format(_of_version(_version))
 
 __all__ = [
     "HELD",
