@@ -31,6 +31,7 @@ HELD = {
     "scores": "scores",
     "weights": "wedge or CTF volumes",
     "tilt_ranges": "tilt ranges",
+    "tilt_series": "wedges of two tilt series or of other axes than y",
     "pixel_size": "pixel size",
     "volume_axes": "that volumes are turned",
     "stacks": "that particles are stacks of 2-D images",
@@ -214,14 +215,16 @@ def left_behind(particles: ParticleSet, target: ListFormat) -> list[str]:
     """What `particles` carry and a list of the format `target` cannot hold, as words for a message."""
     if getattr(particles.source, "format_key", None) == target.key:
         return []
+    weights = dict.fromkeys(particles.weight_paths)
     there = {
         "tomograms": any(particles.tomograms),
         "coordinates": particles.coordinates is not None,
         "half": bool(particles.half.any()),
         "classes": particles.classes is not None,
         "scores": particles.scores is not None and bool(np.isfinite(particles.scores).any()),
-        "weights": any(isinstance(weight, Path) for weight in particles.weight_paths),
-        "tilt_ranges": any(isinstance(weight, tuple) for weight in particles.weight_paths),
+        "weights": any(isinstance(weight, Path) for weight in weights),
+        "tilt_ranges": particles.tilt_ranges_deg is not None,
+        "tilt_series": any(isinstance(weight, tuple) and (len(weight) > 1 or weight[0].tilt_axis != "y" or weight[0].turn) for weight in weights),
         "pixel_size": bool(np.isfinite(particles.pixel_size_angst)),
         "volume_axes": particles.volume_axes is not None,
         "stacks": particles.stacks is not None,
@@ -238,7 +241,7 @@ def _known(action: str) -> str:
     return ", ".join(known.values())
 
 
-_RELION_HOLDS = frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "pixel_size"})
+_RELION_HOLDS = frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "tilt_ranges", "pixel_size"})
 
 
 def _of_version(version: RelionVersion) -> ListFormat:
@@ -277,7 +280,7 @@ register_format(
         read_pytom_particles,
         write_pytom_particles,
         key="pytom",
-        holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "tilt_ranges"}),
+        holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "tilt_ranges", "tilt_series"}),
     )
 )
 register_format(
@@ -287,7 +290,7 @@ register_format(
         read_dynamo_particles,
         write_dynamo_particles,
         key="dynamo",
-        holds=frozenset({"tomograms", "coordinates", "classes", "scores", "tilt_ranges", "pixel_size"}),
+        holds=frozenset({"tomograms", "coordinates", "classes", "scores", "tilt_ranges", "tilt_series", "pixel_size"}),
         takes=frozenset({"particle_names"}),
     )
 )

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, ListError, NoAnglesWarning
 from ..geometry import matrix_to_relion, relion_to_matrix
-from ..values import IntArray, ParticleSet, Poses, turned_back
+from ..values import IntArray, ParticleSet, Poses, TiltRange, turned_back
 from .paths import VolumeFinder, find_volumes
 from .pixel_size import resolve_pixel_size
 from .relion_tomo import (
@@ -39,6 +39,8 @@ from .volumes import survey
 ANGLES = ("rlnAngleRot", "rlnAngleTilt", "rlnAnglePsi")
 ORIGINS_ANGST = ("rlnOriginXAngst", "rlnOriginYAngst", "rlnOriginZAngst")
 ORIGINS_PIXEL = ("rlnOriginX", "rlnOriginY", "rlnOriginZ")
+TILTS = ("ngTiltMinDeg", "ngTiltMaxDeg")
+"""Our own columns: a wedge by its lowest and highest tilt about y, both 0 for none. RELION passes over them."""
 _NAMES_30 = ("", "images", "particles")
 # columns whose meaning a `ParticleSet` carries
 _UNDERSTOOD = frozenset(
@@ -49,6 +51,7 @@ _UNDERSTOOD = frozenset(
         *SUBTOMOGRAM_ANGLES,
         *COORDINATES,
         *CENTRED,
+        *TILTS,
         "rlnImageName",
         "rlnCtfImage",
         "rlnMicrographName",
@@ -220,7 +223,7 @@ def read_relion_particles(
     return ParticleSet(
         names=tuple(names),
         volume_paths=volume_paths,
-        weight_paths=tuple(found_weights[name] if name else None for name in weight_names),
+        weight_paths=tuple(found_weights[name] if name else tilts for name, tilts in zip(weight_names, _tilt_ranges(block), strict=True)),
         poses=poses,
         half=half,
         tomograms=tomogram_names,
@@ -448,6 +451,19 @@ def _classes(block: StarBlock) -> NDArray[np.int32] | None:
     return block.floats("rlnClassNumber").astype(np.int32) if "rlnClassNumber" in block.labels else None
 
 
+def _tilt_ranges(block: StarBlock) -> list[tuple[TiltRange, ...] | None]:
+    """Wedges that the list gives by tilts, for particles without a weight volume."""
+    refuse_partial(block, TILTS)
+    if TILTS[0] not in block.labels:
+        return [None] * block.n_rows
+    found: list[tuple[TiltRange, ...] | None] = []
+    for row, (low, high) in enumerate(zip(*(block.floats(label).tolist() for label in TILTS), strict=True)):
+        if (low or high) and not -90 <= low < high <= 90:
+            raise ListError(f"{block.where(row)}: _{TILTS[0]} {low:g} and _{TILTS[1]} {high:g}: expected -90 <= smallest < largest <= 90 degrees")
+        found.append((TiltRange(low, high),) if low or high else None)
+    return found
+
+
 def _weight_names(block: StarBlock) -> list[str]:
     if "rlnCtfImage" not in block.labels:
         return [""] * block.n_rows
@@ -615,6 +631,8 @@ def new_relion_source(particles: ParticleSet, folder: Path) -> RelionSource:
     paths = [path if isinstance(path, Path) else None for path in particles.weight_paths]
     if any(path is not None for path in paths):
         columns["rlnCtfImage"] = ["None" if path is None else _beside(path, folder) for path in paths]
+    if particles.tilt_ranges_deg is not None:
+        columns |= {label: _format(np.nan_to_num(particles.tilt_ranges_deg[:, i])) for i, label in enumerate(TILTS)}
     columns["rlnOpticsGroup"] = [str(int(g) + 1) for g in particles.groups]
     columns |= {label: ["0.000000"] * n for label in ORIGINS_ANGST}
     if particles.classes is not None:

@@ -83,6 +83,8 @@ def test_every_format_gives_the_poses_of_the_star_list(tiny, listed, invoke, tmp
     assert np.abs(again.poses.shifts_angst - found.shifts_angst).max() < 1e-4
     relion = read_particles(tmp_path / kind / "particles.star")
     assert [p.name for p in relion.volume_paths] == [p.name for p in again.volume_paths]
+    # a run that goes on from it has the same wedge
+    assert set(relion.weight_paths) == {(TiltRange(*TILTS),)}
     assert sorted(relion.half.tolist()) == [1] * 6 + [2] * 6
     assert again.half.tolist() == (relion.half.tolist() if kind in ("pytom", "stopgap") else [0] * 12)
     np.testing.assert_allclose(again.scores, relion.scores, rtol=1e-4)
@@ -157,7 +159,8 @@ def test_convert_between_packages(shared, invoke, tmp_path):
                 assert after.names == before.names
             said = " ".join((done.output + done.stderr).split())
             if name.endswith(".tbl"):
-                assert ("tilt ranges" in said) == (target not in ("a.xml", "a.tbl"))
+                assert ("tilt ranges" in said) == (target in ("a.em", "stopgap.star"))
+                assert (after.weight_paths == before.weight_paths) == (target not in ("a.xml", "a.em", "stopgap.star"))
     with pytest.raises(AssertionError, match="no tilts of tomogram 24"):
         command(invoke, "convert", lists / "stopgap_motl.star", tmp_path / "b.xml", "--pixel-size", 2.5, "--wedge-list", wedge)
     done = invoke("convert", lists / "pytom_particles_10.xml", tmp_path / "b.tbl")
