@@ -232,7 +232,7 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         text = ", ".join(f"{len(level.rotations)} rotations to {job.shell_of(1.0) / level.k_max:.0f} A" for level in levels)
         facts += [
             ("start map", settings.reference or "average of the given poses"),
-            ("first search", f"{'all orientations: ' if settings.global_search else ''}{text}; shifts within {first.shift_radius_angst:.0f} A"),
+            ("first search", f"{_where(settings)}{text}; shifts within {first.shift_radius_angst:.0f} A"),
             ("score", settings.score),
             ("iterations", f"{'at most ' if settings.until_converged else ''}{settings.iterations}"),
             ("estimated time", _estimate(job, plan, levels)),
@@ -250,6 +250,15 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("output", settings.output),
     ]
     return facts
+
+
+def _where(settings: AlignSettings) -> str:
+    """Where the first search looks, if not around the poses of the list alone."""
+    if settings.relax_symmetry is not None:
+        return f"around each pose and its {settings.relax_symmetry} copies: "
+    if settings.angle_list is not None:
+        return f"all orientations of {Path(settings.angle_list).name}: "
+    return "all orientations: " if settings.global_search else ""
 
 
 def _wedge_text(job: Job) -> str:
@@ -434,6 +443,8 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
     if state is not None and state.history:
         last = state.history[-1]
         say(f"Median change of the last iteration: {last['angle_change_deg']:.2f} degrees, {last['shift_change_angst']:.2f} A.")
+        unclear = f"; {plural(last['ambiguous'], 'particle')} had a second mode at odds of more than 1 to 100" if last["ambiguous"] else ""
+        say(f"Median uncertainty of a pose, along one axis: {last['angle_sigma_deg']:.2f} degrees, {last['shift_sigma_angst']:.2f} A{unclear}.")
         if getattr(job.settings, "until_converged", False):
             reached = "Converged" if has_converged(state.history) else "Not converged"
             say(f"{reached} after {plural(len(state.history), 'iteration')}.")

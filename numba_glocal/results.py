@@ -86,6 +86,8 @@ class RunState:
         Factor of the start map.
     symmetry_agreement : (float, float) or None
         Of the start map; see `symmetry.symmetry_agreement`.
+    margin : (n,) float64 or None
+        Log-likelihood above the best other mode of the last search, at most `passes.NO_OTHER_MODE`; None before the first.
     """
 
     iteration: int
@@ -101,6 +103,7 @@ class RunState:
     history: list[dict[str, Any]]
     scale: float = 1.0
     symmetry_agreement: tuple[float, float] | None = None
+    margin: NDArray[np.float64] | None = None
 
 
 class RunFolder:
@@ -346,6 +349,8 @@ class RunFolder:
             "ngShiftSigmaAngst": (state.shift_sigma_angst, half_box_angst),
             "rlnLogLikeliContribution": (state.log_likelihood, lowest(state.log_likelihood)),
         }
+        if state.margin is not None:
+            columns["ngModeMargin"] = state.margin, 0.0
         # what a run knows nothing of (`average` scores nothing) stays as the list has it
         known = {name: np.where(np.isfinite(values), values, worst) for name, (values, worst) in columns.items() if np.isfinite(values).any()}
         particles = particles.with_poses(state.poses)
@@ -397,6 +402,7 @@ class RunFolder:
                 angle_sigma_deg=state.angle_sigma_deg,
                 shift_sigma_angst=state.shift_sigma_angst,
                 log_likelihood=state.log_likelihood,
+                margin=np.full(len(state.scores), np.nan) if state.margin is None else state.margin,
                 facts=np.array(
                     json.dumps(
                         {
@@ -443,6 +449,7 @@ class RunFolder:
                 facts["history"],
                 facts["scale"],
                 tuple(facts["symmetry_agreement"]) if facts.get("symmetry_agreement") else None,
+                stored["margin"],
             )
 
     def write_final(
