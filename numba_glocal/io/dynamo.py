@@ -104,10 +104,11 @@ def dynamo_to_matrix(angles_deg: ArrayLike) -> NDArray[np.float64]:
 
 
 def matrix_to_dynamo(rotations: ArrayLike) -> NDArray[np.float64]:
-    """Dynamo's ``tdrot, tilt, narot`` in degrees from matrices (..., 3, 3); tilt from 0 to 180, at both ends tdrot is 0 or 180."""
+    """Dynamo's ``tdrot, tilt, narot`` in degrees from matrices (..., 3, 3); tilt from 0 to 180, at both ends tdrot is 0."""
     z1, z2, x = np.moveaxis(matrix_to_zxz(rotations), -1, 0)
-    # Rz(z2) Rx(x) Rz(z1) = Rz(z2 + 180) Rx(-x) Rz(z1 - 180): so tilt = x is not negative
-    return np.stack([_within_half_turn(-z2 - 180.0), x, _within_half_turn(180.0 - z1)], axis=-1)
+    # Rz(z2) Rx(x) Rz(z1) = Rz(z2 + 180) Rx(-x) Rz(z1 - 180): so tilt = x is not negative; at 0 and 180 Rx(x) = Rx(-x), and z2 is 0
+    half_turn = np.where(np.sin(np.deg2rad(x)) > 1e-8, 180.0, 0.0)
+    return np.stack([_within_half_turn(-z2 - half_turn), x, _within_half_turn(half_turn - z1)], axis=-1)
 
 
 def _within_half_turn(angles_deg: NDArray[np.float64]) -> NDArray[np.float64]:

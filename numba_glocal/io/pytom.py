@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from xml.parsers import expat
@@ -337,12 +338,16 @@ def _tilts(path: str | Path, element: _Element) -> TiltRange | None:
         raise ListError(f"{path}:{element.line}: CutoffRadius {cutoff:g} and Smooth {smooth:g}: expected 0 or more")
     if angles == [0, 0]:
         return None
-    turn = None
     axis = element.child("TiltAxisRotation")
-    if axis is not None:
-        matrix = zxz_to_matrix([_number(path, axis, attribute) for attribute in ("Z1", "Z2", "X")])
-        turn = None if np.allclose(matrix, np.eye(3), atol=1e-9) else tuple(matrix.ravel().tolist())
+    turn = None if axis is None else _turn(*(_number(path, axis, attribute) for attribute in ("Z1", "Z2", "X")))
     return TiltRange(angles[0] - 90.0, 90.0 - angles[1], turn=turn, smooth_voxels=smooth, cutoff_voxels=cutoff)
+
+
+@lru_cache(maxsize=256)
+def _turn(z1_deg: float, z2_deg: float, x_deg: float) -> tuple[float, ...] | None:
+    """The rotation of a tilt axis as `TiltRange` holds it; most lists have one for all particles."""
+    matrix = zxz_to_matrix([z1_deg, z2_deg, x_deg])
+    return None if np.allclose(matrix, np.eye(3), atol=1e-9) else tuple(matrix.ravel().tolist())
 
 
 # ---- writing

@@ -261,17 +261,8 @@ def _changed_text(particles: ParticleSet, source: StopgapSource, scores: NDArray
         if added:
             body = line.rstrip()
             line = body + "\t-" * added + line[len(body) :]
-        rows.append(_with_cells(line, changes))
+        rows.append(with_tokens(line, changes))
     return "".join([head, *rows, source.tail])
-
-
-def _with_cells(line: str, changes: Mapping[int, str]) -> str:
-    """A row with other cells; quoted ones, which may hold blanks, are left to STAR's own cutting."""
-    if not changes:
-        return line
-    if '"' in line or "'" in line:
-        raise ListError(f"a row with quoted cells is not rewritten: {line.strip()[:60]}")
-    return with_tokens(line, changes)
 
 
 def _with_label(head: str, label: str) -> str:
@@ -296,6 +287,8 @@ def _new_text(path: str | Path, particles: ParticleSet, scores: FloatArray | Non
         warnings.warn(f"{path}: the files' names do not number the particles; they are numbered 1 to {n} in the list's order", stacklevel=4)
     if any(weight is not None for weight in particles.weight_paths):
         warnings.warn(f"{path}: a motive list holds no wedges; STOPGAP takes them from its wedge list", stacklevel=4)
+    if not particles.half.any():
+        warnings.warn(f"{path}: the particles have no half-sets; _halfset is 'none', STOPGAP expects A and B", stacklevel=4)
     angles, shifts = matrix_to_zxz(particles.poses.rotations), particles.shifts_voxels()
     places = np.zeros((n, 3)) if particles.coordinates is None else particles.coordinates.as_voxels()
     places = np.where(np.isfinite(places), places, 0.0)

@@ -61,7 +61,7 @@ def poses_of(run):
     return read_particles(run / "particles.star", require_volumes=False).poses
 
 
-@pytest.mark.filterwarnings("ignore:.*holds no wedges")
+@pytest.mark.filterwarnings("ignore:.*(holds no wedges|have no half-sets)")
 @pytest.mark.parametrize("kind", SUFFIX)
 def test_every_format_gives_the_poses_of_the_star_list(tiny, listed, invoke, tmp_path, kind):
     for name in ("relion", kind):
@@ -89,7 +89,7 @@ def test_every_format_gives_the_poses_of_the_star_list(tiny, listed, invoke, tmp
     assert (tmp_path / kind / "iter_001" / own.name).is_file()
 
 
-@pytest.mark.filterwarnings("ignore:.*holds no wedges")
+@pytest.mark.filterwarnings("ignore:.*(holds no wedges|have no half-sets)")
 def test_averages_and_the_sign_of_tilts(listed, invoke, tmp_path):
     """Field case 34: a one-sided wedge and its mirror image are not the same, and --flip-tilt turns one into the other."""
     options = ("--particle-diameter", "200", "--split", "particle", "--cpu-procs", "1")

@@ -211,6 +211,7 @@ def test_a_new_list_holds_what_it_can(tmp_path):
         write_particles(tmp_path / "out.xml", dataclasses.replace(particles, weight_paths=((TiltRange(10, 60),), None)))
 
 
+@pytest.mark.filterwarnings("ignore:.*the list has no angles")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
