@@ -142,9 +142,9 @@ class ParticleSet:
     ----------
     names : tuple of str
         Particle volumes as the list names them, kept byte for byte.
-    volume_paths : tuple of Path
+    volume_paths : sequence of Path
         Where those volumes were found.
-    weight_paths : tuple of (Path or None)
+    weight_paths : sequence of (Path or None)
         Wedge, CTF or CTF^2 volume of each particle (``rlnCtfImage``), None when the list has none.
     poses : Poses
         Current poses.
@@ -182,8 +182,8 @@ class ParticleSet:
     """
 
     names: tuple[str, ...]
-    volume_paths: tuple[Path, ...]
-    weight_paths: tuple[Path | None, ...]
+    volume_paths: Sequence[Path]
+    weight_paths: Sequence[Path | None]
     poses: Poses
     half: NDArray[np.int8]
     tomograms: tuple[str, ...]

@@ -205,3 +205,12 @@ def test_accuracy(tiny_set: Path, tmp_path: Path) -> None:
     assert [row["iteration"] for row in iterations] == [1, 2]
     assert 0 < limit["expected_median_deg"] < iterations[-1]["median_deg"] * 1.5
     assert 0 < limit["true_map_median_deg"] <= limit["true_map_p90_deg"] <= limit["true_map_worst_deg"]
+
+
+def test_star_rows(tmp_path: Path) -> None:
+    """Every step is timed, and what is written holds what was read."""
+    load("star_rows").main(["--quick"], tmp_path)
+    rows = json.loads((tmp_path / "star_rows.json").read_text())["rows"]
+    assert [row["step"] for row in rows] == ["read_star", "write_star", "read_particles", "write_particles"]
+    assert all(row["rows"] == 2000 and row["seconds"] > 0 and row["peak_gib"] > 0 for row in rows)
+    assert rows[1]["same_tokens"] is True
