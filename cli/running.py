@@ -96,6 +96,8 @@ def choose_workers(settings: AlignSettings | AverageSettings) -> WorkerPlan:
             raise DeviceError(f"--gpus {settings.gpus}: numba-cuda is not installed; {hint}")
         gpu_ids, note_text = (), f"a GPU is there but numba-cuda is not installed, so the CPU is used ({hint})"
     if gpu_ids:
+        if isinstance(settings, AlignSettings) and settings.score == "flcf" and settings.mask is not None:
+            raise SettingsError(f"--score flcf with --mask {settings.mask}: on the CPU only; expected --gpus none, another score, or no --mask")
         reason = ""
         if settings.procs_per_gpu == "auto":
             limit = None if settings.gpu_memory_gib is None else int(settings.gpu_memory_gib * 2**30)

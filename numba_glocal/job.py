@@ -174,8 +174,6 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
                 f"{named}: nothing is left to align between {size_angst / max(k_min, 1.0):.3g} A and {size_angst / k_limit:.3g} A"
                 f" in a box of {size_angst:.4g} A; expected a wider band"
             )
-        if settings.score == "flcf" and settings.mask is not None:
-            raise SettingsError("--score flcf with a --mask file is not supported yet; expected --score ml or ncc, or a spherical mask")
         if settings.reference is not None and not resume:
             reference = _start_map(grid, settings.reference, settings.initial_lowpass_angst, particles.pixel_size_source)
         if settings.angle_list is not None:
