@@ -406,7 +406,7 @@ def _write_summary(job: Job, folder: RunFolder, command: str, result: RunResult,
             "command": command,
             "particles": settings.particles,
             "date": time.strftime("%Y-%m-%d %H:%M"),
-            "used": len(job.particles) - len(result.bad),
+            "used": sum(result.half_counts),
             "half_counts": result.half_counts,
             "criterion": settings.fsc_criterion,
             "resolution_angst": result.crossing.resolution_angst if result.crossing.shell > 0 else None,
@@ -450,6 +450,9 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
         if getattr(job.settings, "until_converged", False):
             reached = "Converged" if has_converged(state.history) else "Not converged"
             say(f"{reached} after {plural(len(state.history), 'iteration')}.")
+    if state is not None and state.included is not None:
+        text = plural(state.history[-1]["left_out"], "particle")
+        say(f"Not in the averages, by --keep-best: {text}, aligned and listed all the same (ngIncluded 0).")
     if result.bad:
         say(f"Left out: {plural(len(result.bad), 'particle')} that cannot be used, listed in the report and in log.txt.")
     legs = folder.legs()

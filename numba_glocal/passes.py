@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .alignment import ChunkResult, SearchPlan
 from .averaging import merge, symmetrise_sums
@@ -158,14 +159,21 @@ class Passes:
             self._mask_file = write_reference(self.folder.iteration_folder(0) / "mask.npy", self.job.mask)
         return self._mask_file
 
-    def sums(self, title: str, poses: Poses, noise: dict[int, NoiseModel], symmetry: str | None = None) -> dict[int, WeightedSum]:
-        """Sums of both halves at given poses, each half by itself with the run's symmetry (or the one given)."""
+    def sums(
+        self,
+        title: str,
+        poses: Poses,
+        noise: dict[int, NoiseModel],
+        symmetry: str | None = None,
+        included: NDArray[np.bool_] | None = None,
+    ) -> dict[int, WeightedSum]:
+        """Sums of both halves at given poses, each half by itself with the run's symmetry (or the one given); of all or those `included`."""
         particles = self.job.particles.with_poses(poses)
         turns, grid_turns = grid_factors(symmetry or self.job.settings.symmetry)
         tasks = [
             SumTask(chunk, self.job.reader, noise[half], turns if len(turns) > 1 else None)
             for half in HALVES
-            for chunk in make_chunks(particles, self.anchors, half, self._sum_parts, self._sum_chunk)
+            for chunk in make_chunks(particles, self.anchors, half, self._sum_parts, self._sum_chunk, included)
         ]
         totals: dict[int, WeightedSum] = {}
         for task, result in self.results(title, tasks):
