@@ -80,6 +80,9 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @wedge_options
 @_option("--split", key="split", kind=click.Choice(SPLITS), text="Half-sets: as the list says, by particle, or by tomogram.")
 @_option("--noise-groups", key="noise_groups", kind=click.Choice(NOISE_GROUPS), text="Particles that share a noise model and a scale of the signal.")
+@_option(
+    "--keep-best", key="keep_best_percent", kind=float, text="Average this share of each half only, by score; all are aligned.", metavar="PERCENT"
+)
 @_option("--iterations", key="iterations", kind=int, text="How often to iterate.")
 @click.option(
     "--until-converged/--no-until-converged",

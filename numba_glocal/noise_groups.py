@@ -66,21 +66,21 @@ def find_noise_groups(particles: ParticleSet, wanted: str) -> NoiseGroups:
         raise SettingsError(f"--noise-groups: expected one of {', '.join(NOISE_GROUPS)}; found {wanted!r}")
     tried = {"auto": ("tomogram", "optics"), "none": ()}.get(wanted, (wanted,))
     for by in tried:
-        labels = particles.tomograms if by == "tomogram" else [f"optics group {group + 1}" for group in particles.groups]
-        found = _large_enough(labels, particles.half, by)
+        found = _large_enough(particles.tomograms if by == "tomogram" else particles.groups.tolist(), particles.half, by)
         if len(found.names) > 1:
             return found
     return NoiseGroups(np.zeros(len(particles), np.int32), ("all",), "none")
 
 
-def _large_enough(labels: Sequence[str], half: NDArray[np.int8], by: str) -> NoiseGroups:
-    names, first, member = np.unique(np.asarray(labels, dtype=object).astype(str), return_index=True, return_inverse=True)
-    counts = np.stack([np.bincount(member[half == h], minlength=len(names)) for h in (1, 2)])
+def _large_enough(labels: Sequence[str | int], half: NDArray[np.int8], by: str) -> NoiseGroups:
+    rows: dict[str | int, int] = {}  # in the order of the list
+    member = np.array([rows.setdefault(label, len(rows)) for label in labels], np.intp)
+    counts = np.stack([np.bincount(member[half == h], minlength=len(rows)) for h in (1, 2)])
     least = np.where(counts > 0, counts, len(member)).min(axis=0)  # halves split by tomogram have all or none of one
-    own = [int(row) for row in np.argsort(first) if least[row] >= LEAST_PARTICLES]  # in the order of the list
-    place = np.full(len(names), len(own), np.int32)
-    place[own] = np.arange(len(own))
-    index = place[member].astype(np.int32)
-    rest = [str(name) for row, name in enumerate(names) if place[row] == len(own)]
-    known = [str(names[row]) or "unnamed" for row in own]
-    return NoiseGroups(index, tuple([*known, f"the {plural(int((index == len(own)).sum()), 'particle')} of smaller ones"] if rest else known), by)
+    own = least >= LEAST_PARTICLES
+    place = np.where(own, np.cumsum(own) - 1, own.sum()).astype(np.int32)
+    index = place[member]
+    names = [f"optics group {label + 1}" if isinstance(label, int) else label or "unnamed" for label, row in rows.items() if own[row]]
+    if not own.all():
+        names.append(f"the {plural(int((index == own.sum()).sum()), 'particle')} of smaller ones")
+    return NoiseGroups(index, tuple(names), by)

@@ -98,6 +98,8 @@ class AlignSettings:
         Tilts of the tomograms, for motive lists.
     split : str
         Half-sets: "file", "particle" or "tomogram".
+    keep_best_percent : float or None
+        Share of each half, by score, that averages are made of; the others are aligned and listed all the same.
     iterations : int
         At most, with `until_converged`.
     until_converged : bool
@@ -150,6 +152,7 @@ class AlignSettings:
     particle_names: str | None = None
     wedge_list: str | None = None
     split: str = "file"
+    keep_best_percent: float | None = None
     iterations: int = 4
     until_converged: bool = False
     seed: int = 0
@@ -211,6 +214,8 @@ class AlignSettings:
                 "--global: orientations are taken as unknown, so there is no average to start from; expected a start map (--reference),"
                 " such as the average.mrc of `numba-glocal average` where the list's poses are good for one"
             )
+        if self.keep_best_percent is not None and not 0 < self.keep_best_percent <= 100:
+            raise SettingsError(f"--keep-best: expected more than 0 and at most 100 percent, found {self.keep_best_percent:g}")
         if self.iterations < 1:
             raise SettingsError(f"--iterations: expected 1 or more, found {self.iterations}")
         if self.seed < 0:

@@ -80,7 +80,7 @@ class ReferenceFile:
 
 @dataclass(frozen=True, slots=True)
 class AlignTask:
-    """Search, refine (`most_steps` 0: only look) and measure residuals for one chunk."""
+    """Search, refine (`most_steps` 0: only look) and measure residuals for one chunk; `local_mask` is a mask file's, for flcf."""
 
     chunk: Chunk
     reader: ParticleReader
@@ -95,6 +95,7 @@ class AlignTask:
     radius_voxels: float
     refine: bool
     prior: PriorWidths = PriorWidths()
+    local_mask: ReferenceFile | None = None
     most_steps: int = MAX_STEPS
 
     @property
@@ -149,7 +150,8 @@ class WorkerState:
     def search_session(self, task: AlignTask) -> SearchSession:
         """The session of a task's setup, opened on first sight; the last two are kept."""
         text = repr((task.reader.grid, task.reference.digest, task.reference.scale, task.particle_mask, task.score, task.k_min, task.k_max))
-        text += repr((task.max_shift_angst, [(noise.gamma, noise.epsilon, noise.gain) for noise in task.noise]))
+        text += repr((task.max_shift_angst, task.local_mask and task.local_mask.digest))
+        text += repr([(noise.gamma, noise.epsilon, noise.gain) for noise in task.noise])
         key = hashlib.blake2b(text.encode() + b"".join(noise.sigma2.tobytes() for noise in task.noise), digest_size=16).digest()
         session = self.sessions.get(key)
         if session is None:
@@ -165,6 +167,7 @@ class WorkerState:
                     task.k_min,
                     task.k_max,
                     task.max_shift_angst,
+                    None if task.local_mask is None else task.local_mask.read(),
                 )
             )
             self.sessions[key] = session
