@@ -16,6 +16,8 @@ from .fourier import centred_irfftn, centred_rfftn
 from .io import read_volume
 from .io.mrc import read_plain_mrc
 from .masks import outside_sphere
+from .tilt_images import stack_weights, volume_from_stack
+from .values import TiltGeometry, WeightSource
 from .wedge import read_weight_volume, tilt_range_weights
 
 
@@ -56,14 +58,20 @@ class ParticleReader:
         """What is done to a particle as read."""
         return Normalisation(self.normalise_mask.radius_voxels * self.grid.box_size / self.grid.binned_box_size, self.normalise, self.invert_contrast)
 
-    def read_raw(self, name: str, path: Path, out: NDArray[np.float32]) -> None:
-        """One particle as its file has it, into an array (n, n, n) of the unbinned box.
+    def read_raw(self, name: str, path: Path, out: NDArray[np.float32], weight: WeightSource = None) -> None:
+        """One particle as its file has it, or as its tilt images make it, into an array (n, n, n) of the unbinned box.
 
         Raises
         ------
         BadParticleError
             Unreadable, or of another box.
         """
+        if isinstance(weight, TiltGeometry):
+            try:
+                out[...] = volume_from_stack(path, weight, out.shape[0])
+            except (InputError, OSError) as problem:
+                raise BadParticleError(name, str(problem)) from None
+            return
         if read_plain_mrc(path, out):
             return
         try:
@@ -74,7 +82,7 @@ class ParticleReader:
             raise BadParticleError(name, f"its box is {data.shape[0]}, expected {out.shape[0]}")
         out[...] = data
 
-    def read_volume(self, name: str, path: Path) -> NDArray[np.float32]:
+    def read_volume(self, name: str, path: Path, weight: WeightSource = None) -> NDArray[np.float32]:
         """One particle on the worked grid, normalised.
 
         Raises
@@ -84,7 +92,7 @@ class ParticleReader:
         """
         n = self.grid.box_size
         data = np.empty((n, n, n), np.float32)
-        self.read_raw(name, path, data)
+        self.read_raw(name, path, data, weight)
         # a rough level first: the sums that follow are then of small numbers, whatever the grey values of a tomogram
         weight, count = outside_sphere(n, self.normalisation.radius_voxels)
         flat = data.reshape(-1)
@@ -105,27 +113,27 @@ class ParticleReader:
         flat *= np.float32(factor)
         return fourier_crop(data, self.grid.binned_box_size)
 
-    def read_weight(self, path: Path | None) -> NDArray[np.float32]:
-        """Weight on the worked grid's half-spectrum; the same array object for the same path."""
+    def read_weight(self, path: WeightSource) -> NDArray[np.float32]:
+        """Weight on the worked grid's half-spectrum; the same array object for the same source."""
         return _weight(path, self.tilt_range, self.grid.box_size, self.grid.binned_box_size)
 
-    def batch(self, names: tuple[str, ...], volume_paths: tuple[Path, ...], weight_paths: tuple[Path | None, ...]) -> ParticleBatch:
+    def batch(self, names: tuple[str, ...], volume_paths: tuple[Path, ...], weight_paths: tuple[WeightSource, ...]) -> ParticleBatch:
         """Particles for a session; the key of a particle tells how it was read."""
         prefix = f"{self.normalise}{self.invert_contrast}{self.tilt_range}{self.normalise_mask}"
 
         def read(index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-            volume = self.read_volume(names[index], volume_paths[index])
+            volume = self.read_volume(names[index], volume_paths[index], weight_paths[index])
             try:
                 return volume, self.read_weight(weight_paths[index])
             except InputError as problem:
                 raise BadParticleError(names[index], str(problem)) from None
 
         def read_raw(index: int, out: NDArray[np.float32]) -> NDArray[np.float32]:
-            self.read_raw(names[index], volume_paths[index], out)
+            self.read_raw(names[index], volume_paths[index], out, weight_paths[index])
             try:
                 return self.read_weight(weight_paths[index])
             except InputError as problem:
-                self.read_volume(names[index], volume_paths[index])  # when both are bad, the volume is named
+                self.read_volume(names[index], volume_paths[index], weight_paths[index])  # when both are bad, the volume is named
                 raise BadParticleError(names[index], str(problem)) from None
 
         keys = tuple(f"{prefix}|{volume}|{weight}" for volume, weight in zip(volume_paths, weight_paths, strict=True))
@@ -135,8 +143,10 @@ class ParticleReader:
 
 
 @lru_cache(maxsize=64)
-def _weight(path: Path | None, tilt_range: TiltRange | None, box_size: int, binned_box_size: int) -> NDArray[np.float32]:
-    if path is not None:
+def _weight(path: WeightSource, tilt_range: TiltRange | None, box_size: int, binned_box_size: int) -> NDArray[np.float32]:
+    if isinstance(path, TiltGeometry):
+        weight = stack_weights(path, box_size)
+    elif path is not None:
         weight = read_weight_volume(path, box_size)
     elif tilt_range is not None:
         weight = tilt_range_weights(

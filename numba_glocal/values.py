@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,68 @@ class Poses:
         return Poses(self.rotations[index], self.shifts_angst[index])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TiltGeometry:
+    """How a stack of tilt images makes a particle's volume and weights: an entry for each image that takes part.
+
+    Two of them are equal where all their numbers are.
+
+    Attributes
+    ----------
+    images : (t,) int
+        Which images of the stack, counted from 0.
+    axes : (t, 2, 3) float64
+        Each image's x and y axis as ``(x, y, z)`` in the frame of the particle's volume: its sample (kx, ky) lies at ``kx x + ky y``.
+    defocus_angst : (t, 3) float64
+        Defocus U and V in Angstrom, and the angle of U in degrees.
+    phase_shift_deg, scale, exposure : (t,) float64
+        Phase shift of the CTF; factor of the CTF (``rlnCtfScalefactor``); electrons per square Angstrom before the image was taken.
+    pixel_size_angst : float
+        Of the images.
+    voltage_kv, spherical_aberration_mm, amplitude_contrast : float
+    multiplied : bool
+        Images come multiplied by their CTF (with scale and exposure filter) already.
+    key : str
+        A digest of all the above.
+    """
+
+    images: IntArray
+    axes: FloatArray
+    defocus_angst: FloatArray
+    phase_shift_deg: FloatArray
+    scale: FloatArray
+    exposure: FloatArray
+    pixel_size_angst: float
+    voltage_kv: float = 300.0
+    spherical_aberration_mm: float = 2.7
+    amplitude_contrast: float = 0.07
+    multiplied: bool = True
+    key: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        digest = hashlib.sha256()
+        for each in fields(self):
+            if each.name != "key":
+                digest.update(np.ascontiguousarray(getattr(self, each.name), np.float64).tobytes())
+        object.__setattr__(self, "key", digest.hexdigest()[:24])
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TiltGeometry) and self.key == other.key
+
+    def __str__(self) -> str:
+        return f"{len(self)} tilt images ({self.key})"
+
+
+WeightSource = Path | TiltGeometry | None
+"""Where a particle's weights come from: a file, the tilt images that it is made of, or nowhere."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParticleSet:
     """A particle list, read and understood. Immutable; `dataclasses.replace` or the methods make changed copies.
@@ -71,9 +134,10 @@ class ParticleSet:
     names : tuple of str
         Particle volumes as the list names them, kept byte for byte.
     volume_paths : tuple of Path
-        Where those volumes were found.
-    weight_paths : tuple of (Path or None)
-        Wedge, CTF or CTF^2 volume of each particle (``rlnCtfImage``), None when the list has none.
+        Where those volumes (or stacks of tilt images) were found.
+    weight_paths : tuple of (Path, TiltGeometry or None)
+        Wedge, CTF or CTF^2 volume of each particle (``rlnCtfImage``); for a stack of tilt images how it makes a volume and CTF^2 weights;
+        None when the list has none.
     poses : Poses
         Current poses.
     half : (n,) int8
@@ -96,7 +160,7 @@ class ParticleSet:
 
     names: tuple[str, ...]
     volume_paths: tuple[Path, ...]
-    weight_paths: tuple[Path | None, ...]
+    weight_paths: tuple[WeightSource, ...]
     poses: Poses
     half: NDArray[np.int8]
     tomograms: tuple[str, ...]

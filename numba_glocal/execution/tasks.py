@@ -44,7 +44,7 @@ class Chunk:
     rows: NDArray[np.int64]
     names: tuple[str, ...]
     volume_paths: tuple[Path, ...]
-    weight_paths: tuple[Path | None, ...]
+    weight_paths: tuple[WeightSource, ...]
     rotations: NDArray[np.float64]
     shifts_angst: NDArray[np.float64]
     anchors_angst: NDArray[np.float64]
