@@ -112,6 +112,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         if isinstance(settings, AlignSettings) and settings.global_search:
             python_warnings.simplefilter("ignore", NoAnglesWarning)
         particles = read_particles(Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, premultiplied=premultiplied)
+    particles = particles.in_volumes()
     half, notes = assign_half_sets(particles, settings.split, settings.seed)
     warnings += notes
     particles = particles.with_half(half)
