@@ -20,6 +20,7 @@ from .fourier import grid_shells, max_band, padded_offset
 from .half_sets import assign_half_sets
 from .io import read_particles, read_volume
 from .io.pixel_size import SAME_PIXEL_SIZE
+from .io.tilt_series import with_tilt_images
 from .masks import check_mask, mask_offset_voxels, spherical_mask
 from .particles import ParticleReader, TiltRange, fourier_crop
 from .settings import AlignSettings, AverageSettings
@@ -112,6 +113,8 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         if isinstance(settings, AlignSettings) and settings.global_search:
             python_warnings.simplefilter("ignore", NoAnglesWarning)
         particles = read_particles(Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, premultiplied=premultiplied)
+        if particles.stacks is not None:
+            particles = with_tilt_images(particles)
     particles = particles.in_volumes()
     half, notes = assign_half_sets(particles, settings.split, settings.seed)
     warnings += notes

@@ -58,7 +58,7 @@ class ParticleReader:
         """What is done to a particle as read."""
         return Normalisation(self.normalise_mask.radius_voxels * self.grid.box_size / self.grid.binned_box_size, self.normalise, self.invert_contrast)
 
-    def read_raw(self, name: str, path: Path, out: NDArray[np.float32], weight: WeightSource = None) -> None:
+    def read_raw(self, name: str, path: Path, out: NDArray[np.float32], source: WeightSource = None) -> None:
         """One particle as its file has it, or as its tilt images make it, into an array (n, n, n) of the unbinned box.
 
         Raises
@@ -66,9 +66,9 @@ class ParticleReader:
         BadParticleError
             Unreadable, or of another box.
         """
-        if isinstance(weight, TiltGeometry):
+        if isinstance(source, TiltGeometry):
             try:
-                out[...] = volume_from_stack(path, weight, out.shape[0])
+                out[...] = volume_from_stack(path, source, out.shape[0])
             except (InputError, OSError) as problem:
                 raise BadParticleError(name, str(problem)) from None
             return
@@ -82,7 +82,7 @@ class ParticleReader:
             raise BadParticleError(name, f"its box is {data.shape[0]}, expected {out.shape[0]}")
         out[...] = data
 
-    def read_volume(self, name: str, path: Path, weight: WeightSource = None) -> NDArray[np.float32]:
+    def read_volume(self, name: str, path: Path, source: WeightSource = None) -> NDArray[np.float32]:
         """One particle on the worked grid, normalised.
 
         Raises
@@ -92,7 +92,7 @@ class ParticleReader:
         """
         n = self.grid.box_size
         data = np.empty((n, n, n), np.float32)
-        self.read_raw(name, path, data, weight)
+        self.read_raw(name, path, data, source)
         # a rough level first: the sums that follow are then of small numbers, whatever the grey values of a tomogram
         weight, count = outside_sphere(n, self.normalisation.radius_voxels)
         flat = data.reshape(-1)

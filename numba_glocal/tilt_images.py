@@ -21,7 +21,7 @@ from .ctf import contrast_transfer, exposure_filter
 from .errors import VolumeError
 from .fourier import PAD, central_irfftn, sinc2_correction
 from .io.volumes import read_array
-from .values import TiltGeometry
+from .values import FloatArray, TiltGeometry
 
 
 def volume_from_stack(path: Path, geometry: TiltGeometry, box_size: int) -> NDArray[np.float32]:
@@ -95,7 +95,7 @@ def stack_weights(geometry: TiltGeometry, box_size: int) -> NDArray[np.float32]:
     return sums
 
 
-def slice_sums(axes: NDArray[np.float64], values: NDArray[np.float64], box_size: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def slice_sums(axes: FloatArray, values: FloatArray, box_size: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Values on slices through Fourier space spread over the samples of a box, and how many slices pass each.
 
     Parameters
@@ -169,7 +169,7 @@ def _plane(n: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     return points, index
 
 
-def _rows(axes: NDArray[np.float64]) -> NDArray[np.float32]:
+def _rows(axes: FloatArray) -> NDArray[np.float32]:
     """The matrix M of `insert`, which puts the sample k at ``M^T k``."""
     matrix = np.zeros((3, 3), np.float32)
     matrix[:2] = axes

@@ -18,6 +18,7 @@ from ..io.paths import whole_file
 from ..masks import sphere_mean_square
 from ..noise import NoiseModel
 from ..particles import ParticleReader
+from ..values import WeightSource
 from .pinning import WorkerInfo
 
 _SESSIONS = 2

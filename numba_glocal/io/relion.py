@@ -518,7 +518,7 @@ def _new_document(particles: ParticleSet, folder: Path) -> StarDocument:
     )
     columns: dict[str, Sequence[str]] = {"rlnImageName": particles.names}
     if any(path is not None for path in particles.weight_paths):
-        columns["rlnCtfImage"] = ["None" if path is None else _beside(path, folder) for path in particles.weight_paths]
+        columns["rlnCtfImage"] = [_beside(path, folder) if isinstance(path, Path) else "None" for path in particles.weight_paths]
     if any(particles.tomograms):
         columns["rlnMicrographName"] = [name or "None" for name in particles.tomograms]
     columns["rlnOpticsGroup"] = [str(int(g) + 1) for g in particles.groups]

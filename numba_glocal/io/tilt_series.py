@@ -1,10 +1,10 @@
-"""Tilt series of RELION 4, RELION 5 and WarpTools tomograms files, of .tlt files, and stacks of tilt images as particles (docs/conventions.md, 10)."""
+"""Tilt series of RELION 4, RELION 5 and WarpTools tomograms files, and stacks of tilt images as particles (docs/conventions.md, 10)."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
 from ..errors import InputError, ListError, VolumeError
-from ..values import FloatArray, TiltGeometry
+from ..values import FloatArray, ParticleSet, TiltGeometry
 from .paths import VolumeFinder
 from .star import StarBlock, StarDocument, read_star
 from .volumes import read_header
@@ -53,7 +53,7 @@ class TiltSeries:
     scale: FloatArray
     exposure: FloatArray
     pixel_size_angst: float = float("nan")
-    tomogram_size_voxels: FloatArray = np.full(3, np.nan)
+    tomogram_size_voxels: FloatArray = field(default_factory=lambda: np.full(3, np.nan))
     hand: float = 1.0
     voltage_kv: float = float("nan")
     spherical_aberration_mm: float = float("nan")
@@ -61,21 +61,6 @@ class TiltSeries:
 
     def __len__(self) -> int:
         return len(self.matrices)
-
-    @property
-    def tilts_deg(self) -> FloatArray:
-        """Tilt angles, with the sign of docs/conventions.md: about the axis that the images turn about."""
-        return np.rad2deg(np.arctan2(np.hypot(self.matrices[:, 2, 0], self.matrices[:, 2, 1]) * self._sides(), self.matrices[:, 2, 2]))
-
-    def _sides(self) -> FloatArray:
-        """On which side of the middle image each beam lies, as -1 or 1."""
-        beams = self.matrices[:, 2]
-        spread = beams - beams.mean(0)
-        along = np.linalg.svd(spread, full_matrices=False)[2][0]
-        side = beams @ along
-        # the beam's x (or y) component is -sin t for a turn by t about y: rows of a rotation are the inverse turned
-        lead = int(np.argmax(np.abs(along[:2])))
-        return np.where(side * np.sign(along[lead]) > 0, -1.0, 1.0)
 
     def geometry(
         self,
@@ -241,97 +226,73 @@ def _vectors(block: StarBlock, label: str) -> FloatArray:
     return np.array(rows)
 
 
-def stack_geometries(
-    stacks: Sequence[Path],
-    tomograms: Sequence[str],
-    visible: Sequence[str] | None,
-    series: Tomograms,
-    pixel_size_angst: float,
-    *,
-    multiplied: bool,
-    centred_angst: NDArray[Any] | None = None,
-) -> tuple[TiltGeometry, ...]:
-    """How each particle's stack of tilt images makes a volume.
+def with_tilt_images(particles: ParticleSet) -> ParticleSet:
+    """Particles that are stacks of tilt images, with what makes volumes and CTF^2 weights of them as the source of their weights.
 
     Parameters
     ----------
-    stacks : sequence of Path
-        Each particle's stack.
-    tomograms : sequence of str
-        Each particle's tomogram, a name in `series`.
-    visible : sequence of str, optional
-        ``rlnTomoVisibleFrames``: ``[1,0,1]``, an entry for each image of the series.
-    series : Tomograms
-    pixel_size_angst : float
-        Of the stacks.
-    multiplied : bool
-        ``rlnCtfDataAreCtfPremultiplied``.
-    centred_angst : (n, 3), optional
-        Places from the tomograms' centres, for the defocus at each particle's height.
+    particles : ParticleSet
+        With `stacks`; `premultiplied` tells whether the images are multiplied by their CTF.
 
     Returns
     -------
-    tuple of TiltGeometry
-        Particles with the same images at the same defocus share one.
+    ParticleSet
+        Premultiplied. Particles with the same images at the same defocus share one geometry.
 
     Raises
     ------
-    ListError, VolumeError
-        Names the particle or file: an unknown tomogram, another number of images than the series has, no image at all.
+    ListError, VolumeError, InputError
+        No tomograms file; an unknown tomogram; another number of images than the series has, or none at all.
     """
+    stacks = particles.stacks
+    assert stacks is not None
+    if stacks.tomograms_path is None:
+        raise ListError(
+            f"{particles.volume_paths[0]}: a stack of tilt images needs the tomograms file with the tilts' projections;"
+            " expected the optimisation set, which names it, in place of the particle list"
+        )
+    series = Tomograms(stacks.tomograms_path)
+    places = None if particles.coordinates is None else particles.coordinates.centred_angst
     shared: dict[tuple[Any, ...], TiltGeometry] = {}
-    result = []
-    for row, (stack, tomogram) in enumerate(zip(stacks, tomograms, strict=True)):
+    sources: list[TiltGeometry] = []
+    for row, (stack, tomogram) in enumerate(zip(particles.volume_paths, particles.tomograms, strict=True)):
         found = series[tomogram]
-        flags = np.ones(len(found), bool) if visible is None else _flags(visible[row], len(found), stack, found.name)
-        count = read_header(stack).shape[0]
-        place = None if centred_angst is None else tuple(float(v) for v in centred_angst[row])
-        key = (found.name, flags.tobytes(), count, place)
+        flags = np.ones(len(found), bool) if stacks.visible_frames is None else stacks.visible_frames[row]
+        if len(flags) != len(found):
+            raise ListError(f"{stack}: rlnTomoVisibleFrames has {len(flags)} flags, expected {len(found)}, one for each image of {found.name}")
+        count = _count(stack, particles.box_size, len(found))
+        place = None if places is None else places[row]
+        key = (found.name, flags.tobytes(), count, None if place is None else place.tobytes())
         if key not in shared:
-            chosen = np.flatnonzero(flags)
-            # RELION leaves images that are not visible out of the stack, Warp writes them as zeros
-            if count == len(chosen):
-                images = np.arange(count)
-            elif count == len(found):
-                images = chosen
-            else:
-                raise VolumeError(f"{stack}: {count} images, expected {len(chosen)} (the visible ones) or {len(found)} (all of {found.name})")
-            if not len(chosen):
-                raise ListError(f"{stack}: none of the {len(found)} images of {found.name} is visible")
-            # a scale of 0 marks an image that was left out
-            kept = found.scale[chosen] != 0
-            shared[key] = found.geometry(chosen[kept], images[kept], pixel_size_angst, multiplied=multiplied, centred_angst=centred_angst[row] if place else None)  # type: ignore[index]
-        result.append(shared[key])
-    return tuple(result)
+            shared[key] = _geometry(found, flags, count, stack, particles, place)
+        sources.append(shared[key])
+    return replace(particles, weight_paths=tuple(sources), premultiplied=True)
 
 
-def _flags(text: str, count: int, stack: Path, series: str) -> NDArray[np.bool_]:
-    parts = text.strip("[]").split(",")
-    if any(part.strip() not in ("0", "1") for part in parts) or len(parts) != count:
-        raise ListError(f"{stack}: _rlnTomoVisibleFrames is '{text[:60]}', expected {count} flags 0 or 1 for the images of {series}")
-    return np.array([part.strip() == "1" for part in parts])
+def _count(stack: Path, box_size: int, otherwise: int) -> int:
+    """How many images a stack has; one that cannot be read is for the run to skip, and counts as whole."""
+    try:
+        count, *edges = read_header(stack).shape
+    except VolumeError:
+        return otherwise
+    if edges != [box_size, box_size]:
+        raise VolumeError(f"{stack}: images of {edges[1]} x {edges[0]}, expected {box_size} x {box_size}")
+    return count
 
 
-def survey_stacks(paths: Sequence[Path]) -> tuple[int, float]:
-    """Edge of the images and pixel size that the headers of many stacks agree on; as `volumes.survey` for volumes."""
-    edges: dict[int, Path] = {}
-    pixel_sizes = set()
-    first_error: VolumeError | None = None
-    for path in dict.fromkeys(paths):
-        try:
-            header = read_header(path)
-        except VolumeError as error:
-            first_error = first_error or error
-            continue
-        _, ny, nx = header.shape
-        if ny != nx:
-            raise VolumeError(f"{path}: images of {nx} x {ny} are not square")
-        edges.setdefault(nx, path)
-        if np.isfinite(header.pixel_size_angst):
-            pixel_sizes.add(header.pixel_size_angst)
-    if len(edges) > 1:
-        raise VolumeError(f"the stacks have different boxes: {', '.join(f'{n} (such as {path})' for n, path in sorted(edges.items())[:4])}")
-    if not edges:
-        raise first_error or VolumeError("there are no stacks")
-    agreed = bool(pixel_sizes) and max(pixel_sizes) <= 1.001 * min(pixel_sizes)
-    return next(iter(edges)), (min(pixel_sizes) if agreed else float("nan"))
+def _geometry(
+    series: TiltSeries, flags: NDArray[np.bool_], count: int, stack: Path, particles: ParticleSet, place: FloatArray | None
+) -> TiltGeometry:
+    """How a stack of `count` images of a series makes a particle."""
+    chosen = np.flatnonzero(flags)
+    # RELION leaves images that are not visible out of the stack, Warp writes them as zeros
+    if count == len(chosen):
+        images = np.arange(count)
+    elif count == len(series):
+        images = chosen
+    else:
+        raise VolumeError(f"{stack}: {count} images, expected {len(chosen)} (the visible ones) or {len(series)} (all of {series.name})")
+    kept = series.scale[chosen] != 0  # a scale of 0 marks an image that was left out
+    if not kept.any():
+        raise ListError(f"{stack}: none of the {len(series)} images of {series.name} is visible")
+    return series.geometry(chosen[kept], images[kept], particles.pixel_size_angst, multiplied=particles.premultiplied, centred_angst=place)
