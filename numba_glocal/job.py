@@ -115,6 +115,8 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         particles = read_particles(Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, premultiplied=premultiplied)
         if particles.stacks is not None:
             particles = with_tilt_images(particles)
+    if particles.volume_axes is not None:
+        warnings.append("the volumes are taken to stand as rlnTomoSubtomogramRot/Tilt/Psi turn them, as relion_tomo_subtomo cuts them")
     particles = particles.in_volumes()
     half, notes = assign_half_sets(particles, settings.split, settings.seed)
     warnings += notes

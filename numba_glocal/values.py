@@ -241,6 +241,8 @@ class ParticleSet:
         tomogram's. None: the volumes stand as the tomograms do. `poses` are about the tomogram's axes until `in_volumes` is called.
     stacks : TiltStacks or None
         Where particles are stacks of 2-D images and not volumes.
+    pixel_sizes_angst : (n,) float64 or None
+        Of each particle, where optics groups differ (only lists are handled so); `pixel_size_angst` is then that of the first.
     """
 
     names: tuple[str, ...]
@@ -261,6 +263,7 @@ class ParticleSet:
     tilt_ranges_deg: FloatArray | None = None
     volume_axes: FloatArray | None = None
     stacks: TiltStacks | None = None
+    pixel_sizes_angst: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -312,6 +315,7 @@ class ParticleSet:
             tilt_ranges_deg=None if self.tilt_ranges_deg is None else self.tilt_ranges_deg[index],
             volume_axes=None if self.volume_axes is None else self.volume_axes[index],
             stacks=None if self.stacks is None else self.stacks.take(index),
+            pixel_sizes_angst=None if self.pixel_sizes_angst is None else self.pixel_sizes_angst[index],
         )
 
 

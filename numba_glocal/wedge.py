@@ -23,7 +23,8 @@ def read_weight_volume(path: str | Path, box_size: int, *, quiet: bool = True) -
     ----------
     path : path
         MRC or EM. Full with the origin in the centre (n, n, n); or half with the origin in the corner, the reduced axis being
-        x (n, n, n//2+1) or z (n//2+1, n, n).
+        x (n, n, n//2+1) or z (n//2+1, n, n). Of RELION 4's stack of two half volumes (2n, n, n//2+1) the first is taken, the sum
+        of CTF^2; the second counts images, and nothing is divided by it here.
     box_size : int
         Edge n of the particles.
     quiet : bool
@@ -55,8 +56,11 @@ def half_layout(data: NDArray[Any], box_size: int, name: object = "weights") -> 
         half = data
     elif data.shape == (h, n, n):
         half = _from_half_z(data, n)
+    elif data.shape == (2 * n, n, h):
+        half = data[:n]
     else:
-        raise VolumeError(f"{name}: found {_kind(data.shape)}; expected weights for box {n}: {n} x {n} x {n}, {h} x {n} x {n} or {n} x {n} x {h}")
+        known = f"{n} x {n} x {n}, {h} x {n} x {n}, {n} x {n} x {h} or {h} x {n} x {2 * n}"
+        raise VolumeError(f"{name}: found {_kind(data.shape)}; expected weights for box {n}: {known}")
     if not np.isfinite(data).all():
         raise VolumeError(f"{name}: {int((~np.isfinite(data)).sum())} weights are not finite")
     half = np.ascontiguousarray(half, dtype=np.float32)

@@ -50,12 +50,15 @@ def test_every_layout_gives_the_half_spectrum(tmp_path, n):
         found = read_weight_volume(_write(tmp_path / "w.mrc", data), n)
         assert found.dtype == np.float32 and found.flags.c_contiguous and found.shape == (n, n, h)
         np.testing.assert_array_equal(found, expected, err_msg=kind)
+    # field case 39, RELION 4: the sum of CTF^2, then how many images there were
+    stacked = np.concatenate([full[:, :, :h], np.full((n, n, h), 7.0)])
+    np.testing.assert_array_equal(read_weight_volume(_write(tmp_path / "w.mrc", stacked), n), expected)
 
 
 # shape in z y x, part of the message
 WRONG = {
     (6, 6, 6): "found a full volume of box 6 (6 x 6 x 6); expected weights for box 8",
-    (16, 8, 5): "found a stack of two volumes of box 8 (5 x 8 x 16; RELION 4 pseudo-subtomogram weights)",
+    (12, 6, 4): "found a stack of two volumes of box 6 (4 x 6 x 12; RELION 4 pseudo-subtomogram weights)",
     (16, 8, 8): "found a stack of two volumes of box 8",
     (6, 6, 4): "found a half volume of box 6, x reduced",
     (4, 6, 6): "found a half volume of box 6, z reduced",
