@@ -24,6 +24,7 @@ from . import __version__
 from .errors import InputError, SettingsError
 from .filters import filter_average
 from .io import read_volume, write_particles, write_volume
+from .io.tilt_series import write_optimisation_set
 from .io.fsc_star import read_fsc_star, write_fsc_star
 from .io.paths import whole_file
 from .report import IterationSummary, ReportData, WorkerSummary
@@ -38,6 +39,7 @@ except ImportError:  # not on Windows
 
 FILES = {
     "particles.star": "poses, half-sets, scores and uncertainties; columns of the input kept",
+    "optimisation_set.star": "names the list and the tomograms file, where particles are stacks of tilt images",
     "half1.mrc": "half-map 1, unfiltered",
     "half2.mrc": "half-map 2, unfiltered",
     "average.mrc": "map of all particles, unfiltered",
@@ -55,7 +57,7 @@ FILES = {
 _BEFORE_RESULTS = {"job.toml", "provenance.json", "log.txt", "events.jsonl", "start.npz"}
 _OF_ITERATIONS = {
     *(f"{name}{half}.{suffix}" for name, suffix in (("reference", "npy"), ("half", "mrc"), ("start_map", "mrc")) for half in (1, 2)),
-    *("start_map.mrc", "average.mrc", "fsc.star", "particles.star"),
+    *("start_map.mrc", "average.mrc", "fsc.star", "particles.star", "optimisation_set.star"),
 }
 
 
@@ -344,6 +346,8 @@ class RunFolder:
         # what a run knows nothing of (`average` scores nothing) stays as the list has it
         known = {name: np.where(np.isfinite(values), values, worst) for name, (values, worst) in columns.items() if np.isfinite(values).any()}
         write_particles(folder / "particles.star", particles.with_poses(state.poses), known)
+        if particles.stacks is not None and particles.stacks.tomograms_path is not None:
+            write_optimisation_set(folder / "optimisation_set.star", folder / "particles.star", particles.stacks.tomograms_path)
 
     def write_start(self, particles: ParticleSet, binned_box_size: int) -> None:
         """What the run began from, for the report and to know it again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from scipy.spatial.transform import Rotation
 from ..errors import InputError, ListError, VolumeError
 from ..values import FloatArray, ParticleSet, TiltGeometry
 from .paths import VolumeFinder
-from .star import StarBlock, StarDocument, read_star
+from .star import StarBlock, StarDocument, read_star, write_star
 from .volumes import read_header
 
 _PROJECTION = ("rlnTomoProjX", "rlnTomoProjY", "rlnTomoProjZ")
@@ -296,3 +297,15 @@ def _geometry(
     if not kept.any():
         raise ListError(f"{stack}: none of the {len(series)} images of {series.name} is visible")
     return series.geometry(chosen[kept], images[kept], particles.pixel_size_angst, multiplied=particles.premultiplied, centred_angst=place)
+
+
+def write_optimisation_set(path: Path, particles_path: Path, tomograms_path: Path) -> None:
+    """A set that names a list of stacks and its tomograms file: relative to the current folder (the project's) where they are inside it."""
+
+    def named(file: Path) -> str:
+        absolute = Path(os.path.abspath(file))
+        return os.path.relpath(absolute) if absolute.is_relative_to(Path.cwd()) else str(absolute)
+
+    general = StarBlock.from_pairs("general", {"rlnTomoSubTomosAre2DStacks": "1"})
+    files = {"rlnTomoParticlesFile": named(particles_path), "rlnTomoTomogramsFile": named(tomograms_path)}
+    write_star(path, StarDocument([StarBlock.from_pairs("", files), general], str(path)))
