@@ -213,6 +213,14 @@ def gpu_names() -> list[str]:
     return [gpu.name for gpu in survey_gpus().gpus]
 
 
+def need_gpus(count: int = 1) -> None:
+    """Leaves with a message where this machine has fewer GPUs."""
+    found = len(gpu_names())
+    if found < count:
+        print(f"skipped: {count} GPU(s) needed, {found} found")
+        sys.exit(0)
+
+
 def git_commit() -> str:
     """Commit of the working tree, with a plus sign where the package differs from it."""
     try:

@@ -12,8 +12,9 @@ import click
 
 from numba_glocal.errors import SettingsError
 from numba_glocal.job import prepare_job
-from numba_glocal.refinement import Refinement, RunResult, last_iteration
+from numba_glocal.refinement import Refinement, RunResult
 from numba_glocal.results import RunFolder
+from numba_glocal.schedule import last_iteration
 from numba_glocal.settings import GPU_PRECISIONS, SPLITS, AlignSettings, read_job_file
 from numba_glocal.values import SCORES
 

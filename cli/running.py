@@ -25,15 +25,19 @@ from numba_glocal.execution.pool import WorkerEvent
 from numba_glocal.execution.tasks import particles_treated, start_worker, warm_up, warm_up_cuda
 from numba_glocal.fourier import padded_offset
 from numba_glocal.job import Job, largest_chunk, particle_bytes
-from numba_glocal.refinement import RunResult, has_converged
+from numba_glocal.refinement import RunResult
 from numba_glocal.report import WorkerSummary, write_report
 from numba_glocal.results import RunFolder, RunState, load_report_data, total_of_legs
+from numba_glocal.schedule import first_search, has_converged
 from numba_glocal.settings import AlignSettings, AverageSettings
 from numba_glocal.symmetry import grid_factors
 
 from .console import detail, gibibytes, note, say, warn
+from .interrupt import remembered
 
 _LOG = "numba_glocal"
+_LANES = 16
+"""Rotations that are scored at once; templates are laid out in whole blocks of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,6 +134,29 @@ def shown_warnings() -> Any:
             warnings.showwarning = previous
 
 
+def _levels(job: Job, plan: SearchPlan) -> tuple[SearchLevel, ...]:
+    return search_levels(plan, job.grid.binned_box_size, job.grid.binned_pixel_size_angst, job.radius_voxels)
+
+
+def search_memory_bytes(job: Job) -> int:
+    """Upper bound of what one level of a search takes beyond the sessions' caches: its templates while they are made, and a task's scores.
+
+    The first level of a global search has most rotations; a later, local one the full band.
+    """
+    if not isinstance(job.settings, AlignSettings):
+        return 0
+    first = first_search(job)
+    worst = 0
+    for plan in (first, dataclasses.replace(first, everywhere=False, k_max=job.k_limit)):
+        seeds = 1
+        for level in _levels(job, plan):
+            pairs = 1.05 * level.k_max**3 + 1.6 * level.k_max**2 + 2.0 * level.k_max + 1.0  # somewhat more than `lines.line_band` lays out
+            templates = (len(level.rotations) + _LANES) * pairs * 4 * (4 + 2)  # two complex values a pair, and their powers
+            scores = largest_chunk(job.grid.binned_box_size) * seeds * len(level.rotations) * (8 + 4)
+            worst, seeds = max(worst, int(templates + scores)), level.keep
+    return worst
+
+
 def worker_memory_bytes(job: Job, cache_gib: float) -> int:
     """Upper bound of one CPU worker's memory: interpreter and kernels, cache, one task's particles, weights, templates, columns, sums."""
     n = job.grid.binned_box_size
@@ -138,7 +165,7 @@ def worker_memory_bytes(job: Job, cache_gib: float) -> int:
     transforms = (2 * n) ** 3 * 8 * 3
     chunk = largest_chunk(n) * particle_bytes(n)
     weights = 64 * n * n * (n // 2 + 1) * 4
-    return int(400e6 + cache_gib * 2**30 + chunk + weights + 2 * (512 << 20) + 3 * (64 << 20) + sums + transforms)
+    return int(400e6 + cache_gib * 2**30 + chunk + weights + 2 * (512 << 20) + 3 * (64 << 20) + search_memory_bytes(job) + sums + transforms)
 
 
 def _gpu_memory_text(job: Job) -> str:
@@ -199,18 +226,12 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("data", "premultiplied, weights hold CTF^2 (RELION 4 convention)" if particles.premultiplied else "weights multiply the reference"),
     ]
     if isinstance(settings, AlignSettings):
-        k_start = min(job.k_limit, job.shell_of(settings.initial_lowpass_angst))
-        shift = settings.shift_range_angst or 0.15 * job.diameter_angst
-        levels = search_levels(
-            SearchPlan(settings.angle_increment_deg, settings.angle_shells, shift, max(3.0, float(int(k_start))), settings.global_search),
-            grid.binned_box_size,
-            grid.binned_pixel_size_angst,
-            job.radius_voxels,
-        )
+        first = first_search(job)
+        levels = _levels(job, first)
         text = ", ".join(f"{len(level.rotations)} rotations to {job.shell_of(1.0) / level.k_max:.0f} A" for level in levels)
         facts += [
             ("start map", settings.reference or "average of the given poses"),
-            ("first search", f"{'all orientations: ' if settings.global_search else ''}{text}; shifts within {shift:.0f} A"),
+            ("first search", f"{'all orientations: ' if settings.global_search else ''}{text}; shifts within {first.shift_radius_angst:.0f} A"),
             ("score", settings.score),
             ("iterations", f"{'at most ' if settings.until_converged else ''}{settings.iterations}"),
             ("estimated time", _estimate(job, plan, levels)),
@@ -290,7 +311,7 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
     def done() -> list[WorkerSummary]:
         return [tallies[index] for index in sorted(tallies)]
 
-    try:
+    def compute() -> RunResult:
         folder.begin_leg()
         folder.event("start", command=command)
         halves = [int((job.particles.half == h).sum()) for h in (1, 2)]
@@ -327,6 +348,10 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
         folder.event("end", seconds=round(seconds, 2))
         _say_result(folder, result, state, seconds, job)
         return result
+
+    try:
+        with remembered():
+            return compute()
     except BaseException:
         with suppress(Exception):  # the disk may be what stopped the run
             folder.end_leg(time.perf_counter() - begun, done())

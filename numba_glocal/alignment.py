@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from .backends.protocols import Candidates, ParticleBatch, PoseEstimates, SearchLevel, SearchSession, as_candidates, unusable
 from .noise import ResidualPower
 from .sampling import local_rotations, rotations_for_increment
+from .symmetry import group_rotations, in_asymmetric_unit
 
 SEEDS = 4
 """Candidates kept between levels that do not reach the full band."""
@@ -48,6 +50,8 @@ class SearchPlan:
         Full band, 1 / box.
     everywhere : bool
         A global search: all orientations, whatever the start's; increment and shells say nothing then.
+    symmetry : str
+        Point group of the reference. A global search leaves out orientations that it makes equal to others.
     """
 
     increment_deg: float
@@ -55,6 +59,7 @@ class SearchPlan:
     shift_radius_angst: float
     k_max: float
     everywhere: bool = False
+    symmetry: str = "C1"
 
 
 def shift_step_angst(k_max: float, box_size: int, pixel_size_angst: float) -> float:
@@ -99,7 +104,7 @@ def search_levels(plan: SearchPlan, box_size: int, pixel_size_angst: float, radi
         seeds = GLOBAL_SEEDS[len(levels)] if plan.everywhere and len(levels) < len(GLOBAL_SEEDS) else SEEDS
         levels.append(
             SearchLevel(
-                rotations_for_increment(step) if plan.everywhere and not levels else local_rotations(step, shells),
+                all_rotations(step, plan.symmetry) if plan.everywhere and not levels else local_rotations(step, shells),
                 radius,
                 shift_step_angst(band, box_size, pixel_size_angst),
                 band,
@@ -111,6 +116,18 @@ def search_levels(plan: SearchPlan, box_size: int, pixel_size_angst: float, radi
             return tuple(levels)
         step, shells = step / 2.0, _FINE_SHELLS
         radius = max(shift_step_angst(band, box_size, pixel_size_angst), pixel_size_angst)
+
+
+@lru_cache(maxsize=4)
+def all_rotations(increment_deg: float, symmetry: str = "C1") -> NDArray[np.float64]:
+    """An even cover of all orientations that a symmetry tells apart, (a, 3, 3): one in as many as the group has elements.
+
+    Of the equal rotations ``L g`` the cover holds the part around the one nearest to the identity.
+    """
+    rotations = rotations_for_increment(increment_deg)
+    rotations = rotations[in_asymmetric_unit(rotations, symmetry)]
+    rotations.flags.writeable = False
+    return rotations
 
 
 def global_start(k_max: float, box_size: int, radius_voxels: float) -> tuple[float, float]:
@@ -157,6 +174,7 @@ def align_chunk(
     refine: bool,
     everywhere: bool = False,
     evidence: float = 0.0,
+    symmetry: str = "C1",
 ) -> ChunkResult:
     """Searches level by level, refines, and collects residuals at the poses found.
 
@@ -175,13 +193,17 @@ def align_chunk(
     everywhere : bool
         The first level holds all orientations: it starts from none, with the shifts of the starts.
     evidence : float
-        Log-likelihood that one unit of score stands for; 0 where scores are no likelihoods. Unlikely candidates are then dropped between levels.
+        Log-likelihood that one unit of score stands for; 0 where scores are no likelihoods. Else unlikely candidates are dropped between levels.
+    symmetry : str
+        Candidates that it makes equal to a better one are dropped between the levels of a global search.
     """
     bad = session.load(particles)
     candidates = as_candidates(np.broadcast_to(np.eye(3), rotations.shape) if everywhere else rotations, shifts_angst)
     candidates.scores[unusable(bad, len(particles.keys))] = -np.inf
-    for level in levels:
-        candidates = session.search(drop_unlikely(candidates, evidence), anchor_angst, level)
+    for number, level in enumerate(levels):
+        if everywhere and number > 0:
+            candidates = drop_copies(drop_unlikely(candidates, evidence), symmetry, levels[number - 1].separation_deg)
+        candidates = session.search(candidates, anchor_angst, level)
     found = candidates.scores[:, 0] > -np.inf
     estimates = None
     if refine:
@@ -204,3 +226,30 @@ def drop_unlikely(candidates: Candidates, evidence: float) -> Candidates:
     with np.errstate(invalid="ignore"):  # -inf - -inf where a particle has no candidate
         unlikely = behind * evidence > UNLIKELY
     return replace(candidates, scores=np.where(unlikely, -np.inf, candidates.scores))
+
+
+def drop_copies(candidates: Candidates, symmetry: str, separation_deg: float) -> Candidates:
+    """Without those that the symmetry makes (nearly) equal to a better one: seeds are modes, not copies of one.
+
+    Parameters
+    ----------
+    candidates : Candidates
+        Best first.
+    symmetry : str
+    separation_deg : float
+        Candidates nearer than this, modulo the group, are the same.
+    """
+    group = group_rotations(symmetry)
+    seeds = candidates.scores.shape[1]
+    if len(group) == 1 or seeds == 1:
+        return candidates
+    scores = candidates.scores.copy()
+    same = 1.0 + 2.0 * math.cos(math.radians(separation_deg))  # the trace of a rotation by that angle
+    elements = group.reshape(len(group), 9).T
+    for better in range(seeds - 1):
+        # trace((R_better g)^T R_other) for every element g
+        relative = np.einsum("pji,psjk->psik", candidates.rotations[:, better], candidates.rotations[:, better + 1 :])
+        traces = relative.reshape(len(scores), -1, 9) @ elements
+        copies = (traces.max(axis=-1) > same) & (scores[:, better] > -np.inf)[:, None]
+        scores[:, better + 1 :][copies] = -np.inf
+    return replace(candidates, scores=scores)

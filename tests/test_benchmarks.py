@@ -205,3 +205,22 @@ def test_accuracy(tiny_set: Path, tmp_path: Path) -> None:
     assert [row["iteration"] for row in iterations] == [1, 2]
     assert 0 < limit["expected_median_deg"] < iterations[-1]["median_deg"] * 1.5
     assert 0 < limit["true_map_median_deg"] <= limit["true_map_p90_deg"] <= limit["true_map_worst_deg"]
+
+
+@pytest.mark.slow
+def test_scaling(tmp_path: Path) -> None:
+    """Rates follow from the iterations' seconds, efficiency from the rates; one worker and two give the same bits."""
+    load("scaling").main(["--quick", "--cpu", "--gpus", "1", "2", "--workers", "1", "-o", str(tmp_path)])
+    one, two = json.loads((tmp_path / "scaling.json").read_text())["rows"]
+    assert one["maps"] == two["maps"] and one["later_efficiency"] == 1.0 and len(one["iteration_s"]) == 2
+    assert two["later_particles_per_s"] == pytest.approx(24 / two["iteration_s"][1], rel=0.01)
+    assert two["later_efficiency"] == pytest.approx(two["later_particles_per_s"] / one["later_particles_per_s"] / 2, rel=0.01)
+    assert set(two["idle"]) == {"CPU"} and 0.0 < two["idle"]["CPU"] < 1.0 and two["own_gpu_only"] is None
+
+
+def test_memory_on_another_gpu_is_seen() -> None:
+    scaling = load("scaling")
+    assert scaling.own_gpu_only({0: {11: 5}, 1: {12: 5}}, {11: "0", 12: "1"}) is True
+    assert scaling.own_gpu_only({0: {11: 5, 12: 1}, 1: {12: 5}}, {11: "0", 12: "1"}) is False
+    assert scaling.own_gpu_only({0: {11: 5}, 1: {}}, {11: "0", 12: "1"}) is None  # a process that the driver does not see
+    assert scaling.own_gpu_only({}, {}) is None

@@ -229,7 +229,9 @@ def run_align(task: AlignTask) -> ChunkResult:
     evidence = 0.0
     if everywhere and task.score == "ml":
         evidence = sphere_mean_square(grid.binned_box_size, task.particle_mask.radius_voxels, task.particle_mask.soft_edge_voxels)
-    return align_chunk(session, batch, chunk.rotations, chunk.shifts_angst, chunk.anchors_angst, levels, task.refine, everywhere, evidence)
+    symmetry = "C1" if task.plan is None else task.plan.symmetry
+    poses = chunk.rotations, chunk.shifts_angst, chunk.anchors_angst
+    return align_chunk(session, batch, *poses, levels, task.refine, everywhere, evidence, symmetry)
 
 
 def run_sum(task: SumTask) -> SumResult:

@@ -313,6 +313,29 @@ def test_less_at_once_when_memory_runs_out(monkeypatch, caplog):
     assert all(np.array_equal(found[i], volumes[i]) for i in range(3))
 
 
+def test_a_search_goes_on_in_smaller_parts(make_case, monkeypatch, caplog, quick_transform):
+    """Memory for two starts at once only: every particle is searched once, and what was kept for reuse is given back first."""
+    caplog.set_level(logging.WARNING, "numba_glocal")
+    case = make_case(8, "none", particles=7)
+    gpu = CUDABackend()
+    session = gpu.open_search(case.setup)
+    assert session.load(case.batch) == []
+    parts, given_back = [], []
+
+    def search_part(part, p_of, s_of, starts, anchors, level, band, cube, layout, bank, coefficients, groups, entries, result):
+        if len(p_of) > 2:
+            raise MemoryError
+        parts.append(part.tolist())
+        result.scores[part] = part[:, None]
+
+    monkeypatch.setattr(session, "_search_part", search_part)
+    monkeypatch.setattr(gpu.scratch, "clear", lambda: given_back.append(len(parts)))
+    found = session.search(case.starts, case.shifts_angst, case.level(2, keep=1))
+    assert sum(parts, []) == list(range(7)) and max(map(len, parts)) <= 2
+    assert found.scores[:, 0].tolist() == list(range(7))
+    assert given_back == [0, 0] and "starts at once instead of 7" in caplog.text
+
+
 def test_no_memory_at_all_is_said_in_one_line(monkeypatch):
     gpu = CUDABackend()
     short_of_memory(monkeypatch, 1 << 10)

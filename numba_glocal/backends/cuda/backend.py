@@ -266,10 +266,11 @@ class CUDASearchSession:
         particles = np.flatnonzero(used.any(axis=1))
         rotations = len(level.rotations)
         per_item = 4 * (6 * band.n_pairs + 3 * rotations + 2 * len(cube.shifts_voxels))
-        room = max(1, int(self.backend.memory_bytes * _WORK_SHARE) // per_item)
+        room = min(int(used.sum()), max(1, int(self.backend.memory_bytes * _WORK_SHARE) // per_item))
         ends = np.cumsum(used[particles].sum(axis=1))  # work items up to and with each particle
         first = 0
-        while first < len(particles):
+
+        def search_next(room: int) -> int:
             before = int(ends[first - 1]) if first else 0
             last = max(first + 1, int(np.searchsorted(ends, before + room, side="right")))
             part = particles[first:last]
@@ -290,7 +291,11 @@ class CUDASearchSession:
                 entries,
                 result,
             )
-            first = last
+            return last
+
+        while first < len(particles):
+            # a part writes its results last, so that one that had no memory can be done again in smaller parts
+            first, room = halve_until_it_fits(lambda count: (search_next(count), count), room, 1, "search starts at once", self.backend.scratch.clear)
         return result
 
     def _search_part(
