@@ -24,9 +24,9 @@ from . import __version__
 from .errors import InputError, SettingsError
 from .filters import filter_average
 from .io import read_volume, write_particles, write_volume
-from .io.tilt_series import write_optimisation_set
 from .io.fsc_star import read_fsc_star, write_fsc_star
 from .io.paths import whole_file
+from .io.tilt_series import write_optimisation_set
 from .report import IterationSummary, ReportData, WorkerSummary
 from .settings import AlignSettings, AverageSettings, read_job_file, settings_to_toml
 from .symmetry import angle_modulo_deg
