@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from .backends.protocols import Grid, ParticleMask
 from .errors import NoAnglesWarning, SettingsError, VolumeError, plural
 from .execution.tasks import Chunk
-from .filters import lowpass
+from .filters import lowpass, mirrored
 from .fourier import grid_shells, max_band, padded_offset
 from .half_sets import assign_half_sets
 from .io import read_particles, read_volume
@@ -168,6 +168,8 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
             raise SettingsError("--score flcf with a --mask file is not supported yet; expected --score ml or ncc, or a spherical mask")
         if settings.reference is not None and not resume:
             reference = _start_map(grid, settings.reference, settings.initial_lowpass_angst, particles.pixel_size_source)
+            if settings.mirror:
+                reference = mirrored(reference)
     _check_weights(particles, reader, k_min, k_limit)
     return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings)
 
@@ -211,6 +213,8 @@ def _masks(settings: AlignSettings | AverageSettings, grid: Grid) -> tuple[NDArr
     if settings.mask is not None:
         volume = read_volume(Path(settings.mask))
         mask = check_mask(volume.data, grid.box_size, settings.mask)
+        if getattr(settings, "mirror", False):
+            mask = mirrored(mask)
         mask = np.clip(fourier_crop(mask, n), 0.0, 1.0)
         zyx = np.indices(mask.shape) - n // 2
         radius = float(np.sqrt((zyx**2).sum(0))[mask > 0.5].max(initial=1.0))

@@ -83,6 +83,10 @@ class AlignSettings:
     flip_tilt : bool
     split : str
         Half-sets: "file", "particle" or "tomogram".
+    mirror : bool
+        The particles have the other hand: start map and mask are mirrored along z.
+    check_hand : bool
+        Before the first iteration, say whether particles match the start map or its mirror image better.
     iterations : int
         At most, with `until_converged`.
     until_converged : bool
@@ -127,6 +131,8 @@ class AlignSettings:
     tilt_axis: str = "y"
     flip_tilt: bool = False
     split: str = "file"
+    mirror: bool = False
+    check_hand: bool = False
     iterations: int = 4
     until_converged: bool = False
     seed: int = 0
@@ -181,6 +187,10 @@ class AlignSettings:
                 "--global: orientations are taken as unknown, so there is no average to start from; expected a start map (--reference),"
                 " such as the average.mrc of `numba-glocal average` where the list's poses are good for one"
             )
+        if self.check_hand and self.reference is None:
+            raise SettingsError("--check-hand: compares particles with a start map and its mirror image; expected one (--reference)")
+        if self.mirror and self.reference is None and self.mask is None:
+            raise SettingsError("--mirror: mirrors start map and mask; expected one of them (--reference, --mask)")
         if self.iterations < 1:
             raise SettingsError(f"--iterations: expected 1 or more, found {self.iterations}")
         if self.seed < 0:

@@ -99,6 +99,12 @@ SETTINGS = {
     "flip_tilt": (True, {"particles": "no_weights", "tilt_range_deg": (-20.0, 60.0)}, other_poses),
     "split": ("tomogram", {}, other_halves),
     "seed": (5, {"split": "particle"}, other_halves),
+    "mirror": (True, {"initial_lowpass_angst": 50.0}, other_poses),
+    "check_hand": (
+        True,
+        {},
+        lambda base, changed: ['"event": "hand"' in (run / "events.jsonl").read_text() for run in (base, changed)] == [False, True],
+    ),
     "iterations": (2, {}, lambda base, changed: (len(history(base)), len(history(changed))) == (1, 2)),
     "until_converged": (
         True,
