@@ -20,12 +20,12 @@ from .fourier import grid_shells, max_band, padded_offset
 from .half_sets import assign_half_sets
 from .io import read_particles, read_volume
 from .io.pixel_size import SAME_PIXEL_SIZE
-from .io.tilt_series import with_tilt_images
 from .masks import check_mask, mask_offset_voxels, spherical_mask
 from .particles import ParticleReader, TiltRange, fourier_crop
 from .settings import AlignSettings, AverageSettings
 from .shifts import binned_box_size
 from .symmetry import symmetry_agreement
+from .tilt_images import with_tilt_images
 from .values import FloatArray, ParticleSet
 
 _DEFAULT_DIAMETER_OF_BOX = 0.8

@@ -8,6 +8,8 @@ transform of the box, a triangle of one voxel to either side.
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,155 @@ from numba import njit
 from numpy.typing import NDArray
 
 from .backends.interpolation import insert
-from .ctf import contrast_transfer, exposure_filter
-from .errors import VolumeError
+from .ctf import contrast_transfer, exposure_filter, wavelength_angst
+from .errors import ListError, VolumeError
 from .fourier import PAD, central_irfftn, sinc2_correction
-from .io.volumes import read_array
-from .values import FloatArray, TiltGeometry
+from .io.tilt_series import TiltSeries, Tomograms
+from .io.volumes import read_array, read_header
+from .values import FloatArray, ParticleSet, TiltGeometry
+
+_HAND_PARTICLES = 48
+_LEAST_POWER = 0.01
+"""Share of power that multiplied images keep at zeros of the CTF: interpolation and rounding."""
+
+
+def with_tilt_images(particles: ParticleSet) -> ParticleSet:
+    """Particles that are stacks of tilt images, with what makes volumes and CTF^2 weights of them as the source of their weights.
+
+    Parameters
+    ----------
+    particles : ParticleSet
+        With `stacks`; `premultiplied` tells whether the images are multiplied by their CTF.
+
+    Returns
+    -------
+    ParticleSet
+        Premultiplied. Particles with the same images at nearly the same defocus share one geometry.
+
+    Raises
+    ------
+    ListError, VolumeError, InputError
+        No tomograms file; an unknown tomogram; another number of images than the series has, or none at all.
+    """
+    stacks = particles.stacks
+    assert stacks is not None
+    if stacks.tomograms_path is None:
+        raise ListError(
+            f"{particles.volume_paths[0]}: a stack of tilt images needs the tomograms file with the tilts' projections;"
+            " expected the optimisation set, which names it, in place of the particle list"
+        )
+    series = Tomograms(stacks.tomograms_path)
+    places = _places(particles)
+    hand = defocus_hand(particles, series)
+    known = {series[name].hand for name in particles.tomograms}
+    if hand and known != {hand}:
+        warnings.warn(
+            f"{series.path}: rlnTomoHand is {known.pop():g}, but the images' own CTF says that defocus grows the other way along the beam"
+            f" ({hand:g} is taken): projections are probably written mirrored, and volumes have the other hand (--mirror, --check-hand)",
+            stacklevel=2,
+        )
+    # places as near as this differ by a tenth of a radian in the CTF's phase at Nyquist
+    step_angst = 0.1 / (np.pi * wavelength_angst(300.0)) * (2.0 * particles.pixel_size_angst) ** 2
+    shared: dict[tuple[Any, ...], TiltGeometry] = {}
+    sources: list[TiltGeometry] = []
+    for row, (stack, tomogram) in enumerate(zip(particles.volume_paths, particles.tomograms, strict=True)):
+        found = series[tomogram]
+        flags = _flags(particles, row, found, stack)
+        count = _count(stack, particles.box_size, len(found))
+        place = None if places is None or not np.isfinite(places[row]).all() else np.rint(places[row] / step_angst) * step_angst
+        key = (found.name, flags.tobytes(), count, None if place is None else place.tobytes())
+        if key not in shared:
+            shared[key] = _geometry(found, flags, count, stack, particles, place, hand or None)
+        sources.append(shared[key])
+    return replace(particles, weight_paths=tuple(sources), premultiplied=True)
+
+
+def _flags(particles: ParticleSet, row: int, series: TiltSeries, stack: Path) -> NDArray[np.bool_]:
+    """Which images of its series a particle's list says are there."""
+    assert particles.stacks is not None
+    if particles.stacks.visible_frames is None:
+        return np.ones(len(series), bool)
+    flags = particles.stacks.visible_frames[row]
+    if len(flags) != len(series):
+        raise ListError(f"{stack}: rlnTomoVisibleFrames has {len(flags)} flags, expected {len(series)}, one for each image of {series.name}")
+    return flags
+
+
+def _count(stack: Path, box_size: int, otherwise: int) -> int:
+    """How many images a stack has; one that cannot be read is for the run to skip, and counts as whole."""
+    try:
+        count, *edges = read_header(stack).shape
+    except VolumeError:
+        return otherwise
+    if edges != [box_size, box_size]:
+        raise VolumeError(f"{stack}: images of {edges[1]} x {edges[0]}, expected {box_size} x {box_size}")
+    return count
+
+
+def _geometry(
+    series: TiltSeries, flags: NDArray[np.bool_], count: int, stack: Path, particles: ParticleSet, place: FloatArray | None, hand: float | None
+) -> TiltGeometry:
+    """How a stack of `count` images of a series makes a particle."""
+    chosen = np.flatnonzero(flags)
+    # RELION leaves images that are not visible out of the stack, Warp writes them as zeros
+    if count == len(chosen):
+        images = np.arange(count)
+    elif count == len(series):
+        images = chosen
+    else:
+        raise VolumeError(f"{stack}: {count} images, expected {len(chosen)} (the visible ones) or {len(series)} (all of {series.name})")
+    kept = series.scale[chosen] != 0  # a scale of 0 marks an image that was left out
+    if not kept.any():
+        raise ListError(f"{stack}: none of the {len(series)} images of {series.name} is visible")
+    return series.geometry(chosen[kept], images[kept], particles.pixel_size_angst, multiplied=particles.premultiplied, centred_angst=place, hand=hand)
+
+
+def defocus_hand(particles: ParticleSet, series: Tomograms) -> float:
+    """In which direction along the beam defocus grows, 1 or -1, told by the images themselves; 0 where they do not tell.
+
+    Multiplied images are noise times CTF: their power goes as CTF^2, and the likelihood of that tells a particle's defocus. Compared are the
+    defocus at each particle's height with either sign (`TiltSeries.hand`).
+
+    Parameters
+    ----------
+    particles : ParticleSet
+        Stacks of multiplied images, with coordinates.
+    series : Tomograms
+    """
+    places = _places(particles)
+    if places is None or not particles.premultiplied:
+        return 0.0
+    n = particles.box_size
+    points, index = _plane(n)
+    radius = np.hypot(points[:, 0], points[:, 1])
+    rings = [(radius >= low) & (radius < low + 2) for low in range(n // 4, n // 2 - 2, 2)]
+    gains = []
+    for row in np.flatnonzero(np.isfinite(places).all(1))[:: max(1, -(-len(particles) // _HAND_PARTICLES))]:
+        found, stack = series[particles.tomograms[row]], particles.volume_paths[row]
+        flags = _flags(particles, row, found, stack)
+        try:
+            either = [_geometry(found, flags, _count(stack, n, len(found)), stack, particles, places[row], hand) for hand in (1.0, -1.0)]
+            images = read_array(stack, quiet=True)[0][either[0].images]
+        except (VolumeError, IndexError):
+            continue  # for the run to skip
+        power = np.abs(np.fft.rfft2(np.asarray(images, np.float32)).reshape(len(images), -1)[:, index]) ** 2
+        likelihood = []
+        for geometry in either:
+            expected = multipliers(geometry, n) ** 2 + _LEAST_POWER * np.mean(geometry.scale**2)
+            likelihood.append(0.0)
+            for ring in rings:
+                ratio = power[:, ring] / expected[:, ring]
+                likelihood[-1] -= float(np.log(expected[:, ring]).sum() + ratio.size * np.log(max(ratio.mean(), 1e-30)))
+        gains.append(likelihood[0] - likelihood[1])
+    if len(gains) < 4:
+        return 0.0
+    mean, error = float(np.mean(gains)), float(np.std(gains, ddof=1)) / np.sqrt(len(gains))
+    return float(np.sign(mean)) if abs(mean) > 4.0 * error else 0.0
+
+
+def _places(particles: ParticleSet) -> FloatArray | None:
+    """Places from the tomograms' centres in Angstrom, where the list says them."""
+    return None if particles.coordinates is None else particles.coordinates.as_centred_angst()
 
 
 def volume_from_stack(path: Path, geometry: TiltGeometry, box_size: int) -> NDArray[np.float32]:

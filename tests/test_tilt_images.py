@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from numba_glocal.geometry import rotvec_to_matrix
-from numba_glocal.tilt_images import insert_images, multipliers, plane_frequencies, stack_weights
+from numba_glocal.io import read_particles
+from numba_glocal.io.mrc import mrc_bytes
+from numba_glocal.io.tilt_series import Tomograms
+from numba_glocal.tilt_images import defocus_hand, insert_images, multipliers, plane_frequencies, stack_weights, with_tilt_images
 from numba_glocal.values import TiltGeometry
 
 RNG = np.random.default_rng(5)
@@ -135,3 +141,64 @@ def test_a_volume_is_its_weights_times_the_structure(n=24):
     assert likeness(expected) > 0.97
     assert (found[band] * expected[band].conj()).sum().real / (np.abs(expected[band]) ** 2).sum() == pytest.approx(1, abs=0.1)
     assert likeness(weights[::-1] * structure(q)) < likeness(expected) - 0.05
+
+
+def noise_stacks(folder, hand, told=1):
+    """Stacks of noise times the CTF at each particle's height, in particles.star, tomograms.star and set.star."""
+    n, pixel, tilts = 32, 6.0, np.arange(-45, 46, 15)
+    rows = "".join(f"0 {tilt} 0 20000 20000 0 0\n" for tilt in tilts)
+    (folder / "tomograms.star").write_text(
+        "data_global\nloop_\n_rlnTomoName\n_rlnTomoTiltSeriesPixelSize\n_rlnTomoSizeX\n_rlnTomoSizeY\n_rlnTomoSizeZ\n_rlnTomoHand\n"
+        f"a 3 1000 1000 500 {told}\n\ndata_a\nloop_\n_rlnTomoXTilt\n_rlnTomoYTilt\n_rlnTomoZRot\n_rlnDefocusU\n_rlnDefocusV\n_rlnDefocusAngle\n"
+        f"_rlnMicrographPreExposure\n{rows}"
+    )
+    k = np.fft.fftfreq(n, pixel)
+    k2 = k[:, None] ** 2 + k[None, :] ** 2
+    wave = 0.019687
+    lines = []
+    for i in range(12):
+        place = RNG.uniform(-1, 1, 3) * [1400, 1400, 700]
+        images = []
+        for tilt in np.deg2rad(tilts):
+            # the beam's direction for a specimen turned by the tilt about y
+            height = -np.sin(tilt) * place[0] + np.cos(tilt) * place[2]
+            phase = np.pi * wave * (20000 + hand * height) * k2 - 0.5 * np.pi * 2.7e7 * wave**3 * k2**2 + np.arcsin(0.07)
+            images.append(np.fft.ifft2(np.fft.fft2(RNG.normal(size=(n, n))) * np.sin(phase)).real)
+        header, data = mrc_bytes(np.array(images, np.float32), pixel)
+        (folder / f"{i}.mrcs").write_bytes(header + data.tobytes())
+        lines.append(f"a {i}.mrcs 1 0 0 0 {' '.join(f'{v:.2f}' for v in place)} [{','.join('1' * len(tilts))}]")
+    (folder / "particles.star").write_text(
+        "data_optics\nloop_\n_rlnOpticsGroup\n_rlnImagePixelSize\n_rlnImageSize\n_rlnImageDimensionality\n_rlnCtfDataAreCtfPremultiplied\n"
+        f"1 {pixel} {n} 2 1\n\ndata_particles\nloop_\n_rlnTomoName\n_rlnImageName\n_rlnOpticsGroup\n_rlnAngleRot\n_rlnAngleTilt\n_rlnAnglePsi\n"
+        "_rlnCenteredCoordinateXAngst\n_rlnCenteredCoordinateYAngst\n_rlnCenteredCoordinateZAngst\n_rlnTomoVisibleFrames\n" + "\n".join(lines) + "\n"
+    )
+    (folder / "set.star").write_text("data_\n_rlnTomoParticlesFile particles.star\n_rlnTomoTomogramsFile tomograms.star\n")
+    return read_particles(folder / "set.star")
+
+
+@pytest.mark.parametrize("hand", [1, -1])
+def test_the_images_tell_in_which_direction_defocus_grows(tmp_path, hand):
+    particles = noise_stacks(tmp_path, hand)
+    assert defocus_hand(particles, Tomograms(tmp_path / "tomograms.star")) == hand
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = with_tilt_images(particles)
+    said = [str(w.message) for w in caught if "rlnTomoHand is 1, but the images' own CTF" in str(w.message)]
+    assert len(said) == (hand != 1)
+    place = particles.coordinates.as_centred_angst()
+    for geometry, (x, _, z) in zip(found.weight_paths, place, strict=True):
+        height = -np.sin(np.deg2rad(np.arange(-45, 46, 15))) * x + np.cos(np.deg2rad(np.arange(-45, 46, 15))) * z
+        # places are rounded to a tenth of a radian of phase at Nyquist
+        np.testing.assert_allclose(geometry.defocus_angst[:, 0], 20000 + hand * height, atol=0.1 * 144 / (np.pi * 0.0197))
+
+
+def test_what_does_not_tell_the_hand(tmp_path):
+    particles = noise_stacks(tmp_path, 1)
+    series = Tomograms(tmp_path / "tomograms.star")
+    assert defocus_hand(replace(particles, coordinates=None), series) == 0
+    assert defocus_hand(replace(particles, premultiplied=False), series) == 0
+    assert defocus_hand(particles.take([0, 1, 2]), series) == 0
+    for i in range(12):  # white noise
+        header, data = mrc_bytes(RNG.normal(size=(7, 32, 32)).astype(np.float32), 6.0)
+        (tmp_path / f"{i}.mrcs").write_bytes(header + data.tobytes())
+    assert defocus_hand(particles, series) == 0

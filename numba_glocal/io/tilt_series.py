@@ -1,23 +1,21 @@
-"""Tilt series of RELION 4, RELION 5 and WarpTools tomograms files, and stacks of tilt images as particles (docs/conventions.md, 10)."""
+"""Tilt series of RELION 4, RELION 5 and WarpTools tomograms files (docs/conventions.md, 10)."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.transform import Rotation
 
-from ..errors import InputError, ListError, VolumeError
-from ..values import FloatArray, ParticleSet, TiltGeometry
+from ..errors import InputError, ListError
+from ..values import FloatArray, TiltGeometry
 from .paths import VolumeFinder
 from .star import StarBlock, StarDocument, read_star, write_star
-from .volumes import read_header
 
 _PROJECTION = ("rlnTomoProjX", "rlnTomoProjY", "rlnTomoProjZ")
 _TILTS = ("rlnTomoXTilt", "rlnTomoYTilt", "rlnTomoZRot")
@@ -71,6 +69,7 @@ class TiltSeries:
         *,
         multiplied: bool = True,
         centred_angst: FloatArray | None = None,
+        hand: float | None = None,
     ) -> TiltGeometry:
         """How some of the series' images make a particle.
 
@@ -86,12 +85,14 @@ class TiltSeries:
             Whether the stack's images are multiplied by their CTF.
         centred_angst : (3,), optional
             The particle's place from the tomogram's centre: its defocus then differs from the image's by its height along the beam.
+        hand : float, optional
+            In place of the series' own.
         """
         if self.defocus_angst is None:
             raise ListError(f"tilt series {self.name}: no column _rlnDefocusU; expected the defocus of each image")
         defocus = self.defocus_angst[chosen].copy()
         if centred_angst is not None:
-            defocus[:, :2] += self.hand * (self.matrices[chosen, 2] @ np.asarray(centred_angst, np.float64))[:, None]
+            defocus[:, :2] += (self.hand if hand is None else hand) * (self.matrices[chosen, 2] @ np.asarray(centred_angst, np.float64))[:, None]
         return TiltGeometry(
             images,
             self.matrices[chosen, :2].copy(),
@@ -225,78 +226,6 @@ def _vectors(block: StarBlock, label: str) -> FloatArray:
             raise ListError(f"{block.where(row)}: _{label} is '{text}', expected four numbers such as [1,0,0,0]")
         rows.append(numbers)
     return np.array(rows)
-
-
-def with_tilt_images(particles: ParticleSet) -> ParticleSet:
-    """Particles that are stacks of tilt images, with what makes volumes and CTF^2 weights of them as the source of their weights.
-
-    Parameters
-    ----------
-    particles : ParticleSet
-        With `stacks`; `premultiplied` tells whether the images are multiplied by their CTF.
-
-    Returns
-    -------
-    ParticleSet
-        Premultiplied. Particles with the same images at the same defocus share one geometry.
-
-    Raises
-    ------
-    ListError, VolumeError, InputError
-        No tomograms file; an unknown tomogram; another number of images than the series has, or none at all.
-    """
-    stacks = particles.stacks
-    assert stacks is not None
-    if stacks.tomograms_path is None:
-        raise ListError(
-            f"{particles.volume_paths[0]}: a stack of tilt images needs the tomograms file with the tilts' projections;"
-            " expected the optimisation set, which names it, in place of the particle list"
-        )
-    series = Tomograms(stacks.tomograms_path)
-    places = None if particles.coordinates is None else particles.coordinates.centred_angst
-    shared: dict[tuple[Any, ...], TiltGeometry] = {}
-    sources: list[TiltGeometry] = []
-    for row, (stack, tomogram) in enumerate(zip(particles.volume_paths, particles.tomograms, strict=True)):
-        found = series[tomogram]
-        flags = np.ones(len(found), bool) if stacks.visible_frames is None else stacks.visible_frames[row]
-        if len(flags) != len(found):
-            raise ListError(f"{stack}: rlnTomoVisibleFrames has {len(flags)} flags, expected {len(found)}, one for each image of {found.name}")
-        count = _count(stack, particles.box_size, len(found))
-        place = None if places is None else places[row]
-        key = (found.name, flags.tobytes(), count, None if place is None else place.tobytes())
-        if key not in shared:
-            shared[key] = _geometry(found, flags, count, stack, particles, place)
-        sources.append(shared[key])
-    return replace(particles, weight_paths=tuple(sources), premultiplied=True)
-
-
-def _count(stack: Path, box_size: int, otherwise: int) -> int:
-    """How many images a stack has; one that cannot be read is for the run to skip, and counts as whole."""
-    try:
-        count, *edges = read_header(stack).shape
-    except VolumeError:
-        return otherwise
-    if edges != [box_size, box_size]:
-        raise VolumeError(f"{stack}: images of {edges[1]} x {edges[0]}, expected {box_size} x {box_size}")
-    return count
-
-
-def _geometry(
-    series: TiltSeries, flags: NDArray[np.bool_], count: int, stack: Path, particles: ParticleSet, place: FloatArray | None
-) -> TiltGeometry:
-    """How a stack of `count` images of a series makes a particle."""
-    chosen = np.flatnonzero(flags)
-    # RELION leaves images that are not visible out of the stack, Warp writes them as zeros
-    if count == len(chosen):
-        images = np.arange(count)
-    elif count == len(series):
-        images = chosen
-    else:
-        raise VolumeError(f"{stack}: {count} images, expected {len(chosen)} (the visible ones) or {len(series)} (all of {series.name})")
-    kept = series.scale[chosen] != 0  # a scale of 0 marks an image that was left out
-    if not kept.any():
-        raise ListError(f"{stack}: none of the {len(series)} images of {series.name} is visible")
-    return series.geometry(chosen[kept], images[kept], particles.pixel_size_angst, multiplied=particles.premultiplied, centred_angst=place)
 
 
 def write_optimisation_set(path: Path, particles_path: Path, tomograms_path: Path) -> None:

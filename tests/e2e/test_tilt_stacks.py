@@ -14,8 +14,7 @@ import pytest
 
 from numba_glocal.io import read_particles
 from numba_glocal.io.star import read_star, write_star
-from numba_glocal.io.tilt_series import with_tilt_images
-from numba_glocal.tilt_images import stack_weights, volume_from_stack
+from numba_glocal.tilt_images import multipliers, plane_frequencies, stack_weights, volume_from_stack, with_tilt_images
 
 N = 32
 GRID = np.indices((N,) * 3) - N // 2
@@ -63,10 +62,15 @@ def test_volumes_are_those_of_the_premultiplied_set(folder, real, tools):
     assert np.mean(wrong) < 0.5 and max(wrong) < 0.75
 
 
+def test_the_images_tell_that_the_projections_are_mirrored(folder):
+    """rlnTomoHand is -1, which fits projections of the right hand; the defocus at the particles' heights fits 1."""
+    particles = read_particles(folder / "optimisation_set.star")
+    with pytest.warns(UserWarning, match="rlnTomoHand is -1, but the images' own CTF says"):
+        with_tilt_images(particles)
+
+
 def test_weights_follow_the_power_of_the_images(folder):
     """Images are noise times CTF, scale and exposure filter: their power must go as the square of that, from tilt to tilt and shell to shell."""
-    from numba_glocal.tilt_images import multipliers, plane_frequencies
-
     particles = with_tilt_images(read_particles(folder / "optimisation_set.star"))
     k = plane_frequencies(N)
     shell = np.rint(np.hypot(k[:, 0], k[:, 1])).astype(int)

@@ -10,7 +10,8 @@ import pytest
 from numba_glocal.errors import GlocalError
 from numba_glocal.io import read_particles
 from numba_glocal.io.mrc import mrc_bytes
-from numba_glocal.io.tilt_series import Tomograms, with_tilt_images
+from numba_glocal.io.tilt_series import Tomograms
+from numba_glocal.tilt_images import with_tilt_images
 
 HEAD = """
 data_global
