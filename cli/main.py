@@ -32,6 +32,7 @@ COMMANDS = {
     "average": "Reconstruct half-maps and average from the poses as they are.",
     "fsc": "Resolution of two half-maps.",
     "mask": "Make a mask: sphere, cylinder, or from a map.",
+    "extract": "Cut particles out of tomograms.",
     "simulate": "Make particles with known poses from a map.",
     "demo": "Simulate a small set, align it, write the report. Needs no input.",
     "devices": "Show cores, memory, libraries and GPUs.",

@@ -272,28 +272,24 @@ def slice_sums(axes: FloatArray, values: FloatArray, box_size: int) -> tuple[NDA
     return np.ascontiguousarray(both[..., 0]), np.ascontiguousarray(both[..., 1])
 
 
-def multipliers(geometry: TiltGeometry, box_size: int) -> NDArray[np.float64]:
-    """CTF x scale x exposure filter of each image, (t, m), at the samples of `plane_frequencies`."""
+def multipliers(geometry: TiltGeometry, box_size: int, *, ctf: bool = True) -> NDArray[np.float64]:
+    """CTF x scale x exposure filter of each image, (t, m), at the samples of `plane_frequencies`; `ctf` False leaves the CTF out."""
     kx, ky = (plane_frequencies(box_size) / (box_size * geometry.pixel_size_angst)).T
     radius = np.hypot(kx, ky)
-    return np.stack(
-        [
-            scale
-            * exposure_filter(radius, exposure, geometry.voltage_kv)
-            * contrast_transfer(
+    result = np.empty((len(geometry), len(kx)))
+    for t in range(len(geometry)):
+        result[t] = geometry.scale[t] * exposure_filter(radius, geometry.exposure[t], geometry.voltage_kv)
+        if ctf:
+            result[t] *= contrast_transfer(
                 kx,
                 ky,
-                *defocus,
+                *geometry.defocus_angst[t],
                 voltage_kv=geometry.voltage_kv,
                 spherical_aberration_mm=geometry.spherical_aberration_mm,
                 amplitude_contrast=geometry.amplitude_contrast,
-                phase_shift_deg=phase_shift,
+                phase_shift_deg=geometry.phase_shift_deg[t],
             )
-            for defocus, phase_shift, scale, exposure in zip(
-                geometry.defocus_angst, geometry.phase_shift_deg, geometry.scale, geometry.exposure, strict=True
-            )
-        ]
-    )
+    return result
 
 
 def plane_frequencies(box_size: int) -> NDArray[np.float64]:

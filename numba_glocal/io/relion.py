@@ -469,7 +469,8 @@ def _origins_angst(block: StarBlock, pixel_size_angst: NDArray[np.float64]) -> N
     has_angst = any(label in block.labels for label in ORIGINS_ANGST)
     has_pixel = any(label in block.labels for label in ORIGINS_PIXEL)
     if not has_angst:
-        return triples(block, ORIGINS_PIXEL) * pixel_size_angst[:, None]
+        pixel = triples(block, ORIGINS_PIXEL)
+        return np.where(pixel == 0, 0.0, pixel * pixel_size_angst[:, None])  # no shift is none whatever the voxel
     angst = triples(block, ORIGINS_ANGST)
     if has_pixel:
         differ = _origins_differ(angst, triples(block, ORIGINS_PIXEL), pixel_size_angst)

@@ -68,6 +68,7 @@ class TiltSeries:
         pixel_size_angst: float,
         *,
         multiplied: bool = True,
+        ctf: bool = True,
         centred_angst: FloatArray | None = None,
         hand: float | None = None,
     ) -> TiltGeometry:
@@ -83,14 +84,16 @@ class TiltSeries:
             Of the stack.
         multiplied : bool
             Whether the stack's images are multiplied by their CTF.
+        ctf : bool
+            False where the CTF does not matter: then no defocus is needed.
         centred_angst : (3,), optional
             The particle's place from the tomogram's centre: its defocus then differs from the image's by its height along the beam.
         hand : float, optional
             In place of the series' own.
         """
-        if self.defocus_angst is None:
+        if self.defocus_angst is None and ctf:
             raise ListError(f"tilt series {self.name}: no column _rlnDefocusU; expected the defocus of each image")
-        defocus = self.defocus_angst[chosen].copy()
+        defocus = np.zeros((len(chosen), 3)) if self.defocus_angst is None else self.defocus_angst[chosen].copy()
         if centred_angst is not None:
             defocus[:, :2] += (self.hand if hand is None else hand) * (self.matrices[chosen, 2] @ np.asarray(centred_angst, np.float64))[:, None]
         return TiltGeometry(
@@ -171,6 +174,118 @@ class Tomograms:
             spherical_aberration_mm=one("rlnSphericalAberration"),
             amplitude_contrast=one("rlnAmplitudeContrast"),
         )
+
+
+def tilt_matrices(tilts_deg: FloatArray, tilt_axis: str = "y") -> FloatArray:
+    """Rows of each image's x axis, y axis and beam, (t, 3, 3), for tilts about an axis of the tomogram (docs/conventions.md, 4)."""
+    t = np.deg2rad(np.asarray(tilts_deg, np.float64))
+    c, s, nothing, one = np.cos(t), np.sin(t), np.zeros_like(t), np.ones_like(t)
+    if tilt_axis == "y":
+        rows = [[c, nothing, -s], [nothing, one, nothing], [s, nothing, c]]
+    else:
+        rows = [[one, nothing, nothing], [nothing, c, s], [nothing, -s, c]]
+    return np.moveaxis(np.array(rows), 2, 0)
+
+
+class TiltFiles:
+    """Tilt series by the tomograms' names, from what a user has: a tomograms file, a file for one series, or a folder with a file for each.
+
+    Files of one series are plain angles (``.tlt``, ``.rawtlt``: a number a line), Warp's ``.tomostar`` (tilts and exposure), or a STAR table
+    of RELION's tilt images. Plain angles and ``.tomostar`` are turns about `tilt_axis` of the tomogram.
+
+    Parameters
+    ----------
+    path : path
+    tilt_axis : {"y", "x"}
+    flip : bool
+        Take plain angles with the other sign. Projections are never flipped.
+
+    Attributes
+    ----------
+    notes : list of str
+        The range of plain angles as read and as used, a line for each file.
+    """
+
+    suffixes = (".tlt", ".rawtlt", ".tomostar", ".star")
+
+    def __init__(self, path: str | Path, tilt_axis: str = "y", flip: bool = False) -> None:
+        self.path, self._axis, self._flip = Path(path), tilt_axis, flip
+        self.notes: list[str] = []
+        self._known: dict[Path, TiltSeries | Tomograms] = {}
+        if not self.path.exists():
+            raise InputError(f"{path}: no such file or folder of tilts")
+
+    def __getitem__(self, name: str) -> TiltSeries:
+        """The tilt series of a tomogram.
+
+        Raises
+        ------
+        InputError, ListError
+            No file for it, with every path tried; a file that is not understood.
+        """
+        path = self.path
+        if path.is_dir():
+            stem = _bare(Path(name).name)
+            stems = dict.fromkeys((stem, Path(stem).stem))
+            tried = [path / f"{stem}{suffix}" for stem in stems for suffix in self.suffixes]
+            found = next((file for file in tried if file.is_file()), None)
+            if found is None:
+                raise InputError(f"no tilts for tomogram {name}; tried {', '.join(map(str, tried))}")
+            path = found
+        if path not in self._known:
+            self._known[path] = self._open(path)
+        known = self._known[path]
+        return known[name] if isinstance(known, Tomograms) else known
+
+    def _open(self, path: Path) -> TiltSeries | Tomograms:
+        if path.suffix.lower() not in (".star", _SUFFIX):
+            return self._plain(path, _angles(path), None)
+        document = read_star(path)
+        for block in document.blocks:
+            if "wrpAngleTilt" in block.labels:
+                exposure = block.floats("wrpDose") if "wrpDose" in block.labels else None
+                return self._plain(path, block.floats("wrpAngleTilt"), exposure)
+        if any("rlnTomoName" in block.labels for block in document.blocks):
+            return Tomograms(path, document)
+        block = next((b for b in document.blocks if b.has_loop), None)  # type: ignore[assignment]
+        if block is None:
+            raise ListError(f"{path}: expected a table of tilt images, found none")
+        return TiltSeries(_bare(path.stem), *_images(block))
+
+    def _plain(self, path: Path, tilts_deg: FloatArray, exposure: FloatArray | None) -> TiltSeries:
+        steep = np.abs(tilts_deg) >= 90
+        if steep.any() or not len(tilts_deg):
+            what = f"a tilt of {tilts_deg[steep][0]:g} degrees, expected less than 90" if steep.any() else "no tilts"
+            raise ListError(f"{path}: {what}")
+        used = -tilts_deg if self._flip else tilts_deg
+        self.notes.append(
+            f"{path}: {len(used)} tilts from {tilts_deg.min():g} to {tilts_deg.max():g} degrees as read, {used.min():g} to {used.max():g} as used"
+            f" about {self._axis}{' (--flip-tilt)' if self._flip else ''}"
+        )
+        n = len(used)
+        return TiltSeries(
+            _bare(path.stem), tilt_matrices(used, self._axis), None, np.zeros(n), np.ones(n), np.zeros(n) if exposure is None else exposure
+        )
+
+
+def _angles(path: Path) -> FloatArray:
+    """The first number of each line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as a list of angles ({getattr(error, 'strerror', None) or 'not text'})") from None
+    angles = []
+    for number, line in enumerate(lines, 1):
+        words = line.split("#")[0].split()
+        if not words:
+            continue
+        try:
+            angles.append(float(words[0]))
+        except ValueError:
+            raise ListError(f"{path}:{number}: '{words[0]}' is no angle, expected a number of degrees") from None
+    if not np.isfinite(angles).all():
+        raise ListError(f"{path}: angles that are not finite, expected degrees")
+    return np.array(angles)
 
 
 def _bare(name: str) -> str:
