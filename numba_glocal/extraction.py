@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from .ctf import wavelength_angst
 from .errors import InputError, ListError, SettingsError, VolumeError
-from .io import write_particles, write_volume
+from .io import write_volume
 from .io.pixel_size import resolve_header_pixel_size
-from .io.relion import RelionSource
+from .io.relion import USUAL_OPTICS, RelionSource, write_relion_particles
 from .io.tilt_series import TiltFiles, TiltSeries
 from .io.volumes import map_array
 from .particles import fourier_crop
@@ -367,7 +367,7 @@ def extract(
     columns = _columns(particles, kept, centres[kept])
     if any(path is not None for path in weights):
         columns["rlnCtfImage"] = np.array([_listed(weights[i], output) for i in kept])
-    write_particles(list_path, result, columns)
+    write_relion_particles(list_path, result, columns, _microscope(particles, next(iter(series.values()), None)))
     return Extracted(result, list_path, left_out, padded, notes)
 
 
@@ -410,6 +410,18 @@ def _file_label(name: str, path: Path) -> str:
     while Path(stem).suffix.lower() in _LISTED:
         stem = stem[: -len(Path(stem).suffix)]
     return stem.replace(" ", "_") or "tomogram"
+
+
+def _microscope(particles: ParticleSet, series: TiltSeries | None) -> dict[str, float]:
+    """Voltage and so on, as the tilts or the list have them."""
+    known = {}
+    if isinstance(particles.source, RelionSource) and "optics" in particles.source.document:
+        optics = particles.source.document["optics"]
+        known = {label: float(optics.floats(label)[0]) for label in USUAL_OPTICS if label in optics.labels}
+    if series is not None:
+        given = (series.voltage_kv, series.spherical_aberration_mm, series.amplitude_contrast)
+        known |= {label: value for label, value in zip(USUAL_OPTICS, given, strict=True) if np.isfinite(value)}
+    return known
 
 
 def _columns(particles: ParticleSet, kept: NDArray[np.intp], centres: NDArray[np.int64]) -> dict[str, NDArray[Any]]:

@@ -40,6 +40,8 @@ ANGLES = ("rlnAngleRot", "rlnAngleTilt", "rlnAnglePsi")
 ORIGINS_ANGST = ("rlnOriginXAngst", "rlnOriginYAngst", "rlnOriginZAngst")
 ORIGINS_PIXEL = ("rlnOriginX", "rlnOriginY", "rlnOriginZ")
 _NAMES_30 = ("", "images", "particles")
+USUAL_OPTICS = {"rlnVoltage": 300.0, "rlnSphericalAberration": 2.7, "rlnAmplitudeContrast": 0.07}
+"""RELION 3.1 reads no CTF volume from a list without them; nothing is computed from them."""
 # columns whose meaning a `ParticleSet` carries
 _UNDERSTOOD = frozenset(
     (
@@ -235,7 +237,12 @@ def read_relion_particles(
     )
 
 
-def write_relion_particles(path: str | Path, particles: ParticleSet, extra_columns: Mapping[str, ArrayLike] | None = None) -> None:
+def write_relion_particles(
+    path: str | Path,
+    particles: ParticleSet,
+    extra_columns: Mapping[str, ArrayLike] | None = None,
+    optics: Mapping[str, float] | None = None,
+) -> None:
     """Write a RELION list, whole or not at all; format, columns, blocks and digits are those of the list that was read.
 
     Poses that changed are written with 6 decimals. Particles without a RELION source become a RELION 3.1 list.
@@ -247,6 +254,8 @@ def write_relion_particles(path: str | Path, particles: ParticleSet, extra_colum
     particles : ParticleSet
     extra_columns : dict of label to (n,) array, optional
         Columns to add or replace: numbers or texts.
+    optics : dict of label to float, optional
+        Of the microscope, for a new list; in place of `USUAL_OPTICS`.
 
     Raises
     ------
@@ -255,7 +264,7 @@ def write_relion_particles(path: str | Path, particles: ParticleSet, extra_colum
     """
     source = particles.source if isinstance(particles.source, RelionSource) else None
     if source is None:
-        document = _new_document(particles, Path(os.path.abspath(path)).parent)
+        document = _new_document(particles, Path(os.path.abspath(path)).parent, optics or {})
         source = RelionSource(document, "particles", np.arange(len(particles)), particles.poses, particles.half, particles.pixel_size_angst)
         block = document["particles"]
         write_all = True
@@ -589,7 +598,7 @@ def _write_pixel_size(blocks: list[StarBlock], particles: StarBlock, pixel_size:
     return result
 
 
-def _new_document(particles: ParticleSet, folder: Path) -> StarDocument:
+def _new_document(particles: ParticleSet, folder: Path, microscope: Mapping[str, float]) -> StarDocument:
     """A RELION 3.1 list for particles that came from elsewhere; poses and half-sets are filled in by the writer."""
     n = len(particles)
     groups = [int(g) for g in np.unique(particles.groups)] or [0]
@@ -602,6 +611,7 @@ def _new_document(particles: ParticleSet, folder: Path) -> StarDocument:
             "rlnImageSize": [str(particles.box_size)] * len(groups),
             "rlnImageDimensionality": ["3"] * len(groups),
             "rlnCtfDataAreCtfPremultiplied": [str(int(particles.premultiplied))] * len(groups),
+            **{label: [f"{value:.6g}"] * len(groups) for label, value in (USUAL_OPTICS | dict(microscope)).items()},
         },
     )
     columns: dict[str, Sequence[str]] = {"rlnImageName": particles.names}
