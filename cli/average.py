@@ -20,6 +20,7 @@ from .options import (
     output_option,
     particles_argument,
     pixel_size_option,
+    root_option,
     seed_option,
     subset_option,
     symmetry_option,
@@ -48,6 +49,7 @@ from .running import choose_workers, input_paths, new_folder, plan_facts, run_jo
 @symmetry_option
 @click.option("--fsc-criterion", type=float, default=0.143, show_default=True, help="FSC value at which the resolution is read.")
 @wedge_options
+@root_option
 @click.option("--split", type=click.Choice(SPLITS), default="file", show_default=True, help="Half-sets: of the list, by particle, by tomogram.")
 @click.option("--invert-contrast", is_flag=True, help="Turn black into white.")
 @click.option("--normalise/--no-normalise", "normalise", default=True, show_default=True, help="Particles to mean 0, deviation 1 outside the mask.")

@@ -112,7 +112,9 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     with _kept_in(warnings):
         if isinstance(settings, AlignSettings) and settings.global_search:
             python_warnings.simplefilter("ignore", NoAnglesWarning)
-        particles = read_particles(Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, premultiplied=premultiplied)
+        particles = read_particles(
+            Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, root=settings.root, premultiplied=premultiplied
+        )
         if particles.stacks is not None:
             particles = with_tilt_images(particles)
     if particles.volume_axes is not None:

@@ -83,6 +83,8 @@ class AlignSettings:
     flip_tilt : bool
     split : str
         Half-sets: "file", "particle" or "tomogram".
+    root : str or None
+        Folder that the list's names start from; it goes before the list's own, its parents and the current one.
     mirror : bool
         The particles have the other hand: start map and mask are mirrored along z.
     check_hand : bool
@@ -131,6 +133,7 @@ class AlignSettings:
     tilt_axis: str = "y"
     flip_tilt: bool = False
     split: str = "file"
+    root: str | None = None
     mirror: bool = False
     check_hand: bool = False
     iterations: int = 4
@@ -149,7 +152,7 @@ class AlignSettings:
 
     def __post_init__(self) -> None:
         """Refuses values that mean nothing, by their option's name."""
-        for name in ("particles", "output", "reference", "mask"):
+        for name in ("particles", "output", "reference", "mask", "root"):
             try:
                 (getattr(self, name) or "").encode()
             except UnicodeEncodeError:
@@ -241,6 +244,7 @@ class AverageSettings:
     tilt_axis: str = "y"
     flip_tilt: bool = False
     split: str = "file"
+    root: str | None = None
     seed: int = 0
     invert_contrast: bool = False
     normalise: bool = True

@@ -99,6 +99,8 @@ SETTINGS = {
     "flip_tilt": (True, {"particles": "no_weights", "tilt_range_deg": (-20.0, 60.0)}, other_poses),
     "split": ("tomogram", {}, other_halves),
     "seed": (5, {"split": "particle"}, other_halves),
+    # two folders hold particles of the same names
+    "root": (lambda t: str(t.elsewhere), {}, other_poses),
     "mirror": (True, {"initial_lowpass_angst": 50.0}, other_poses),
     "check_hand": (
         True,
@@ -158,6 +160,8 @@ def sets(tmp_path_factory):
             lines.append(line)
     lists["no_weights"] = folder / "no_weights.star"
     lists["no_weights"].write_text("\n".join(lines) + "\n")
+    lists["elsewhere"] = folder / "elsewhere"
+    simulate(lists["elsewhere"], SimulationSettings(count=12, box_size=20, pixel_size_angst=16.0, snr=0.5, seed=7))
     # ten times as loud; one that is constant
     for name in ("louder", "one_bad"):
         lists[name] = folder / f"{name}.star"
