@@ -23,6 +23,7 @@ from .options import (
     PATH,
     diameter_option,
     dry_run_option,
+    numbered_options,
     pixel_size_option,
     root_option,
     seed_option,
@@ -36,7 +37,7 @@ from .running import choose_workers, input_paths, new_folder, plan_facts, run_jo
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(AlignSettings)}
 _CHANGEABLE_ON_RESUME = {"iterations", "until_converged", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "gpu_memory_gib", "max_bad", "output"}
-_PATHS = {"particles", "reference", "mask", "root"}
+_PATHS = {"particles", "reference", "mask", "wedge_list", "root"}
 _BEGINS_AGAIN = "holds no finished iteration; the run begins again"
 
 
@@ -57,6 +58,7 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @diameter_option
 @_option("--soft-edge", key="soft_edge_voxels", kind=float, text="Width of the sphere's edge.", metavar="VOXELS")
 @pixel_size_option
+@numbered_options
 @_option("--binning", key="binning", kind=float, text="Fourier cropping, whole or fractional; results stay in Angstrom.")
 @_option("--angle-shells", key="angle_shells", kind=int, text="Steps to either side of each pose in the first search.")
 @_option("--angle-increment", key="angle_increment_deg", kind=float, text="Angular step of the first search.", metavar="DEGREES")
@@ -100,7 +102,7 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 def align_command(
     ctx: click.Context, particles: Path | None, output: Path | None, job_file: Path | None, resume: bool, dry_run: bool, **options: Any
 ) -> None:
-    """Align PARTICLES (a STAR list) and average them, two independent halves, until --iterations are done.
+    """Align PARTICLES (a list of RELION, PyTom, Dynamo, STOPGAP or AV3) and average them, two independent halves, until --iterations are done.
 
     \b
     numba-glocal align particles.star -o run1 --reference ref.mrc --particle-diameter 300
@@ -108,7 +110,7 @@ def align_command(
     with shown_warnings(), ExitStack() as until_the_end:
         settings = _settings(ctx, particles, output, job_file, resume, options)
         folder = RunFolder(Path(settings.output))
-        inputs = input_paths(settings.particles, settings.reference, settings.mask)
+        inputs = input_paths(settings.particles, settings.reference, settings.mask, settings.wedge_list)
         if not resume:
             folder.check_new(inputs)
         elif not dry_run:

@@ -27,10 +27,11 @@ from numba_glocal.fourier import padded_offset
 from numba_glocal.job import Job, largest_chunk, particle_bytes
 from numba_glocal.refinement import RunResult
 from numba_glocal.report import WorkerSummary, write_report
-from numba_glocal.results import RunFolder, RunState, load_report_data, total_of_legs
+from numba_glocal.results import FILES, RunFolder, RunState, load_report_data, total_of_legs
 from numba_glocal.schedule import first_search, has_converged
 from numba_glocal.settings import AlignSettings, AverageSettings
 from numba_glocal.symmetry import grid_factors
+from numba_glocal.values import TiltGeometry
 
 from .console import detail, gibibytes, note, say, warn
 from .interrupt import remembered
@@ -225,6 +226,7 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("symmetry", _symmetry_text(settings.symmetry)),
         ("data", "premultiplied, weights hold CTF^2 (RELION 4 convention)" if particles.premultiplied else "weights multiply the reference"),
     ]
+    facts.append(("wedge", _wedge_text(job)))
     if isinstance(settings, AlignSettings):
         first = first_search(job)
         levels = _levels(job, first)
@@ -249,6 +251,32 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("output", settings.output),
     ]
     return facts
+
+
+def _wedge_text(job: Job) -> str:
+    """Where weights come from; tilts as they were read, and as they are used."""
+    weights = job.particles.weight_paths
+    n_volumes = sum(isinstance(weight, Path) for weight in weights)
+    kinds = [f"{plural(n_volumes, 'particle')} with volumes of the list"] if n_volumes else []
+    given = [weight for weight in weights if isinstance(weight, tuple)]
+    sets = list(dict.fromkeys(given))
+    flipped = ", taken with the other sign (--flip-tilt)" if job.settings.flip_tilt else ""
+    if sets:
+        shown = "; ".join(" and ".join(f"{t.tilt_min_deg:g} to {t.tilt_max_deg:g} about {t.tilt_axis}" for t in tilts) for tilts in sets[:3])
+        more = f" and {len(sets) - 3} others" if len(sets) > 3 else ""
+        kinds.append(f"{plural(len(given), 'particle')} with tilts {shown}{more} of the list{flipped}")
+    stacks = [weight for weight in weights if isinstance(weight, TiltGeometry)]
+    if stacks:
+        images = sorted({len(weight) for weight in stacks})
+        shown = f"{images[0]}" if len(images) == 1 else f"{images[0]} to {images[-1]}"
+        kinds.append(f"{plural(len(stacks), 'particle')} with the CTF^2 of their own {shown} tilt images")
+    rest = len(weights) - n_volumes - len(given) - len(stacks)
+    if rest and job.settings.tilt_range_deg is not None:
+        low, high = job.settings.tilt_range_deg
+        kinds.append(f"{plural(rest, 'particle')} with tilts {low:g} to {high:g} about {job.settings.tilt_axis} (--tilt-range){flipped}")
+    elif rest:
+        kinds.append(f"{plural(rest, 'particle')} without")
+    return ", ".join(kinds)
 
 
 def _symmetry_text(name: str) -> str:
@@ -412,6 +440,8 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
     if state is not None and state.history:
         last = state.history[-1]
         say(f"Median change of the last iteration: {last['angle_change_deg']:.2f} degrees, {last['shift_change_angst']:.2f} A.")
+        unclear = f"; {plural(last['ambiguous'], 'particle')} had a second mode at odds of more than 1 to 100" if last["ambiguous"] else ""
+        say(f"Median uncertainty of a pose, along one axis: {last['angle_sigma_deg']:.2f} degrees, {last['shift_sigma_angst']:.2f} A{unclear}.")
         if getattr(job.settings, "until_converged", False):
             reached = "Converged" if has_converged(state.history) else "Not converged"
             say(f"{reached} after {plural(len(state.history), 'iteration')}.")
@@ -420,7 +450,12 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
     legs = folder.legs()
     in_all = f" ({total_of_legs(legs)[0]:.1f} s in all, resumed {plural(len(legs) - 1, 'time')})" if len(legs) > 1 else ""
     say(f"{result.half_counts[0]} + {result.half_counts[1]} particles, {seconds:.1f} s{in_all}.")
-    say(f"Results in {folder.path}: average.mrc, half1.mrc, half2.mrc, particles.star, fsc.star, report.html")
+    say(f"Results in {folder.path}: average.mrc, half1.mrc, half2.mrc, {_lists(folder)}, fsc.star, report.html")
+
+
+def _lists(folder: RunFolder) -> str:
+    """Names of the particle lists in a run folder."""
+    return ", ".join(sorted(path.name for path in folder.path.glob("particles*") if path.name in FILES))
 
 
 @contextmanager

@@ -20,6 +20,12 @@ SEEDS = 4
 GLOBAL_SEEDS = (12, 6)
 """Candidates kept after the first and the second level of a global search, which still hold several modes."""
 
+MODES = 2
+"""Candidates of the last level that are refined: the pose, and the best one that may be another mode."""
+
+_MODES_APART = 3.0
+"""Modes are this far apart, in units of what the band can tell; nearer ones are slopes of one peak."""
+
 UNLIKELY = 25.0
 """A candidate whose log-likelihood is so much below the best one's is not followed (its weight is 1e-11)."""
 
@@ -88,7 +94,7 @@ def search_levels(plan: SearchPlan, box_size: int, pixel_size_angst: float, radi
     Returns
     -------
     tuple of SearchLevel
-        The last one uses the full band and keeps one candidate.
+        The last one uses the full band and keeps `MODES` candidates, far enough apart to be modes.
     """
     levels: list[SearchLevel] = []
     step, shells, radius = plan.increment_deg, plan.shells, plan.shift_radius_angst
@@ -108,8 +114,8 @@ def search_levels(plan: SearchPlan, box_size: int, pixel_size_angst: float, radi
                 radius,
                 shift_step_angst(band, box_size, pixel_size_angst),
                 band,
-                1 if last else seeds,
-                1.1 * step,
+                MODES if last else seeds,
+                max(1.1 * step, _MODES_APART * angular_resolution_deg(band, box_size, radius_voxels)) if last else 1.1 * step,
             )
         )
         if last:
@@ -193,7 +199,8 @@ def align_chunk(
     everywhere : bool
         The first level holds all orientations: it starts from none, with the shifts of the starts.
     evidence : float
-        Log-likelihood that one unit of score stands for; 0 where scores are no likelihoods. Else unlikely candidates are dropped between levels.
+        Log-likelihood that one unit of score stands for; 0 where scores are no likelihoods. Else unlikely candidates are dropped: between the
+        levels of a global search, and before the refinement of any.
     symmetry : str
         Candidates that it makes equal to a better one are dropped between the levels of a global search.
     """
@@ -204,6 +211,8 @@ def align_chunk(
         if everywhere and number > 0:
             candidates = drop_copies(drop_unlikely(candidates, evidence), symmetry, levels[number - 1].separation_deg)
         candidates = session.search(candidates, anchor_angst, level)
+    if levels:
+        candidates = drop_copies(drop_unlikely(candidates, evidence), symmetry, levels[-1].separation_deg)
     found = candidates.scores[:, 0] > -np.inf
     estimates = None
     if refine:

@@ -21,12 +21,12 @@ from .half_sets import assign_half_sets
 from .io import read_particles, read_volume
 from .io.pixel_size import SAME_PIXEL_SIZE
 from .masks import check_mask, mask_offset_voxels, spherical_mask
-from .particles import ParticleReader, TiltRange, fourier_crop
+from .particles import ParticleReader, fourier_crop
 from .settings import AlignSettings, AverageSettings
 from .shifts import binned_box_size
 from .symmetry import symmetry_agreement
 from .tilt_images import with_tilt_images
-from .values import FloatArray, ParticleSet
+from .values import FloatArray, ParticleSet, TiltRange
 
 _DEFAULT_DIAMETER_OF_BOX = 0.8
 _CHUNK_BYTES = 512 << 20
@@ -113,7 +113,12 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         if isinstance(settings, AlignSettings) and settings.global_search:
             python_warnings.simplefilter("ignore", NoAnglesWarning)
         particles = read_particles(
-            Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, root=settings.root, premultiplied=premultiplied
+            Path(settings.particles),
+            pixel_size_angst=settings.pixel_size_angst,
+            root=settings.root,
+            premultiplied=premultiplied,
+            particle_names=settings.particle_names,
+            wedge_list=settings.wedge_list,
         )
         if particles.stacks is not None:
             particles = with_tilt_images(particles)
@@ -148,8 +153,8 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         else:
             warnings.append("the list names no wedge or CTF volume and no --tilt-range is given: all of Fourier space is taken as measured")
     elif settings.tilt_range_deg is not None:
-        warnings.append("--tilt-range is not used: every particle of the list names its own wedge or CTF volume")
-    reader = ParticleReader(grid, particle_mask, settings.normalise, settings.invert_contrast, tilt_range)
+        warnings.append("--tilt-range is not used: every particle of the list has its own wedge or CTF volume")
+    reader = ParticleReader(grid, particle_mask, settings.normalise, settings.invert_contrast, tilt_range, settings.flip_tilt)
     size_angst = binned * grid.binned_pixel_size_angst
     k_limit = float(max_band(binned))
     k_min = 0.0
@@ -193,9 +198,15 @@ def _check_weights(particles: ParticleSet, reader: ParticleReader, k_min: float,
     """The first few weight volumes are read before work starts; a bad one among the others costs its particles only."""
     shells = grid_shells(reader.grid.binned_box_size)
     band = (shells >= max(1.0, k_min)) & (shells <= k_limit)
-    for path in list(dict.fromkeys(particles.weight_paths))[:_CHECKED_WEIGHTS]:
-        if not reader.read_weight(path)[band].any():
-            raise VolumeError(f"{path or '--tilt-range'}: a wedge that leaves nothing in the band; expected weights other than 0 there")
+    for weight in list(dict.fromkeys(particles.weight_paths))[:_CHECKED_WEIGHTS]:
+        if not reader.read_weight(weight)[band].any():
+            name = f"tilts {_tilts(weight)} of the list" if isinstance(weight, tuple) else str(weight or "--tilt-range")
+            raise VolumeError(f"{name}: a wedge that leaves nothing in the band; expected weights other than 0 there")
+
+
+def _tilts(weight: tuple[TiltRange, ...]) -> str:
+    """Tilt ranges in words."""
+    return " and ".join(f"{t.tilt_min_deg:g} to {t.tilt_max_deg:g}" for t in weight)
 
 
 def _masks(settings: AlignSettings | AverageSettings, grid: Grid) -> tuple[NDArray[np.float32], str, ParticleMask, float, str]:

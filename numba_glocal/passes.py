@@ -29,6 +29,8 @@ from .values import Poses
 _log = logging.getLogger("numba_glocal")
 
 HALVES = (1, 2)
+NO_OTHER_MODE = 1000.0
+"""Margin of a particle whose search met no second mode; a number, because lists hold numbers."""
 # A partial sum is as large as a padded map: few, large chunks. A GPU adds so fast that handing over the sum is what costs.
 _SUM_PARTS, _SUM_CHUNK = 4, 512
 _GPU_SUM_PARTS, _GPU_SUM_CHUNK, _GPU_SUM_BYTES = 1, (64, 1024), 4 << 30
@@ -185,6 +187,7 @@ class Aligned:
             angle_sigma_deg=state.angle_sigma_deg.copy(),
             shift_sigma_angst=state.shift_sigma_angst.copy(),
             log_likelihood=state.log_likelihood.copy(),
+            margin=np.full(len(state.scores), np.nan) if state.margin is None else state.margin.copy(),
         )
         self.residuals = {half: ResidualPower.empty(n_shells) for half in HALVES}
 
@@ -199,6 +202,8 @@ class Aligned:
             unusable = ~np.isfinite(estimates.scores)
             state.scores[rows] = np.where(unusable, np.nan, estimates.scores)
             state.log_likelihood[rows] = np.where(unusable, np.nan, estimates.log_likelihood)
+            if task.plan is not None and state.margin is not None:  # without a search there is no other mode to see
+                state.margin[rows] = np.where(unusable, np.nan, np.minimum(estimates.margin, NO_OTHER_MODE))
             # root mean square over the three axes
             variance = np.maximum(np.diagonal(estimates.covariances, axis1=1, axis2=2), 0.0)
             state.angle_sigma_deg[rows] = np.where(unusable, np.nan, np.rad2deg(np.sqrt(variance[:, :3].mean(1))))

@@ -40,6 +40,8 @@ _log = logging.getLogger("numba_glocal")
 _FRAME_BAND = 12.0
 _REFITS = 2
 _SMALL_MOTION_VOXELS = 0.02
+_CLEAR_ODDS = math.log(100.0)
+"""A particle whose second mode is nearer than this in log-likelihood is counted as ambiguous: odds below 100 to 1."""
 _MASK_SPREAD = 1.25
 """Runs on noise agree up to this many box / diameter shells beyond the start map's (measured: 1.07): the mask carries them there."""
 
@@ -136,6 +138,7 @@ class Refinement:
         fsc = self.maps.fsc(half_maps)
         crossing = self.maps.crossing(fsc)
         good = np.isfinite(aligned.state.scores)
+        margin = np.full(0, np.nan) if aligned.state.margin is None else aligned.state.margin[good]
         angle_change = angle_modulo_deg(before.rotations, poses.rotations, self._symmetry)[good]
         shift_change = np.linalg.norm(before.shifts_angst - poses.shifts_angst, axis=1)[good]
         folder = self.folder.iteration_folder(number)
@@ -157,6 +160,7 @@ class Refinement:
             "seconds": time.perf_counter() - begun,
             "angle_sigma_deg": float(np.median(aligned.state.angle_sigma_deg[good])),
             "shift_sigma_angst": float(np.median(aligned.state.shift_sigma_angst[good])),
+            "ambiguous": int(np.sum(margin < _CLEAR_ODDS)),
         }
         record["settled"] = has_settled(record, state.history)
         next_state = replace(

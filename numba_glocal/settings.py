@@ -81,6 +81,11 @@ class AlignSettings:
     tilt_range_deg : (float, float) or None
     tilt_axis : str
     flip_tilt : bool
+        Tilts have the other sign, those of `tilt_range_deg` and those of the list.
+    particle_names : str or None
+        How files are named after their numbers, for lists that only number particles.
+    wedge_list : str or None
+        Tilts of the tomograms, for motive lists.
     split : str
         Half-sets: "file", "particle" or "tomogram".
     root : str or None
@@ -132,6 +137,8 @@ class AlignSettings:
     tilt_range_deg: tuple[float, float] | None = None
     tilt_axis: str = "y"
     flip_tilt: bool = False
+    particle_names: str | None = None
+    wedge_list: str | None = None
     split: str = "file"
     root: str | None = None
     mirror: bool = False
@@ -152,7 +159,7 @@ class AlignSettings:
 
     def __post_init__(self) -> None:
         """Refuses values that mean nothing, by their option's name."""
-        for name in ("particles", "output", "reference", "mask", "root"):
+        for name in ("particles", "output", "reference", "mask", "particle_names", "wedge_list", "root"):
             try:
                 (getattr(self, name) or "").encode()
             except UnicodeEncodeError:
@@ -243,6 +250,8 @@ class AverageSettings:
     tilt_range_deg: tuple[float, float] | None = None
     tilt_axis: str = "y"
     flip_tilt: bool = False
+    particle_names: str | None = None
+    wedge_list: str | None = None
     split: str = "file"
     root: str | None = None
     seed: int = 0

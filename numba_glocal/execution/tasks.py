@@ -18,7 +18,7 @@ from ..io.paths import whole_file
 from ..masks import sphere_mean_square
 from ..noise import NoiseModel
 from ..particles import ParticleReader
-from ..values import WeightSource
+from ..values import Weight
 from .pinning import WorkerInfo
 
 _SESSIONS = 2
@@ -45,7 +45,7 @@ class Chunk:
     rows: NDArray[np.int64]
     names: tuple[str, ...]
     volume_paths: tuple[Path, ...]
-    weight_paths: tuple[WeightSource, ...]
+    weight_paths: tuple[Weight | None, ...]
     rotations: NDArray[np.float64]
     shifts_angst: NDArray[np.float64]
     anchors_angst: NDArray[np.float64]
@@ -227,7 +227,7 @@ def run_align(task: AlignTask) -> ChunkResult:
     batch = task.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths)
     everywhere = task.plan is not None and task.plan.everywhere
     evidence = 0.0
-    if everywhere and task.score == "ml":
+    if levels and task.score == "ml":
         evidence = sphere_mean_square(grid.binned_box_size, task.particle_mask.radius_voxels, task.particle_mask.soft_edge_voxels)
     symmetry = "C1" if task.plan is None else task.plan.symmetry
     poses = chunk.rotations, chunk.shifts_angst, chunk.anchors_angst

@@ -15,7 +15,11 @@ from numpy.typing import ArrayLike
 
 from ..errors import InputError, ListError
 from ..values import ParticleSet
+from .dynamo import read_dynamo_particles, write_dynamo_particles
+from .motive_list import read_motive_list, write_motive_list
+from .pytom import read_pytom_particles, write_pytom_particles
 from .relion import read_relion_particles, write_relion_particles
+from .stopgap import is_stopgap, read_stopgap_particles, write_stopgap_particles
 from .volumes import read_header, read_volume, write_volume
 
 HELD = {
@@ -30,6 +34,9 @@ HELD = {
     "volume_axes": "the axes of turned volumes",
 }
 """What a list can hold beside names and poses, and how it is called in messages."""
+
+NUMBERED_OPTIONS = ("particle_names", "wedge_list")
+"""Options of `read_particles` for lists that number particles and tomograms, and name no files."""
 
 _HEAD_BYTES = 65536
 
@@ -54,6 +61,8 @@ class ListFormat:
         ``recognises(head: bytes) -> bool`` from the first bytes of a file. None: any file with the suffix.
     holds : frozenset of str
         Of `HELD`: what the writer can put into such a list.
+    takes : frozenset of str
+        Of `NUMBERED_OPTIONS`: what the reader takes beside the options of all.
     """
 
     name: str
@@ -63,6 +72,7 @@ class ListFormat:
     key: str = ""
     recognises: Callable[[bytes], bool] | None = None
     holds: frozenset[str] = frozenset()
+    takes: frozenset[str] = frozenset()
 
 
 _FORMATS: list[ListFormat] = []
@@ -144,7 +154,8 @@ def read_particles(path: str | Path, **options: Any) -> ParticleSet:
     path : path
         The list.
     **options
-        ``pixel_size_angst``, ``root``, ``premultiplied``, ``require_volumes`` as `read_relion_particles`.
+        ``pixel_size_angst``, ``root``, ``premultiplied``, ``require_volumes`` as `read_relion_particles`; ``particle_names``, a template
+        for the files of lists that only number particles, and ``wedge_list``, the tilts of their tomograms.
 
     Returns
     -------
@@ -161,6 +172,11 @@ def read_particles(path: str | Path, **options: Any) -> ParticleSet:
     list_format = format_of_file(path)
     if list_format.read is None:
         raise ListError(f"{path}: a {list_format.name} is not read yet; expected {_known('read')}")
+    for option in NUMBERED_OPTIONS:
+        if options.get(option) is None or option not in list_format.takes:
+            if options.pop(option, None) is not None:
+                takers = ", ".join(f.name for f in _FORMATS if option in f.takes)
+                raise InputError(f"{path}: a {list_format.name} takes no --{option.replace('_', '-')}; that is for: {takers}")
     return list_format.read(path, **options)
 
 
@@ -197,8 +213,8 @@ def left_behind(particles: ParticleSet, target: ListFormat) -> list[str]:
         "half": bool(particles.half.any()),
         "classes": particles.classes is not None,
         "scores": particles.scores is not None and bool(np.isfinite(particles.scores).any()),
-        "weights": any(path is not None for path in particles.weight_paths),
-        "tilt_ranges": particles.tilt_ranges_deg is not None and bool(np.isfinite(particles.tilt_ranges_deg).any()),
+        "weights": any(isinstance(weight, Path) for weight in particles.weight_paths),
+        "tilt_ranges": any(isinstance(weight, tuple) for weight in particles.weight_paths),
         "pixel_size": bool(np.isfinite(particles.pixel_size_angst)),
         "volume_axes": particles.volume_axes is not None,
     }
@@ -212,9 +228,6 @@ def _known(action: str) -> str:
     return ", ".join(known.values())
 
 
-register_format(ListFormat("PyTom particle list", (".xml",)))
-register_format(ListFormat("Dynamo table", (".tbl",)))
-register_format(ListFormat("TOM/AV3 motive list", (".em",)))
 register_format(
     ListFormat(
         "RELION STAR",
@@ -223,6 +236,50 @@ register_format(
         write_relion_particles,
         key="relion",
         holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "pixel_size"}),
+    )
+)
+register_format(
+    ListFormat(
+        "PyTom particle list",
+        (".xml",),
+        read_pytom_particles,
+        write_pytom_particles,
+        key="pytom",
+        holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "tilt_ranges"}),
+    )
+)
+register_format(
+    ListFormat(
+        "Dynamo table",
+        (".tbl",),
+        read_dynamo_particles,
+        write_dynamo_particles,
+        key="dynamo",
+        holds=frozenset({"tomograms", "coordinates", "classes", "scores", "tilt_ranges", "pixel_size"}),
+        takes=frozenset({"particle_names"}),
+    )
+)
+register_format(
+    ListFormat(
+        "STOPGAP motive list",
+        (".star",),
+        read_stopgap_particles,
+        write_stopgap_particles,
+        key="stopgap",
+        recognises=is_stopgap,
+        holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores"}),
+        takes=frozenset({"particle_names", "wedge_list"}),
+    )
+)
+register_format(
+    ListFormat(
+        "TOM/AV3 motive list",
+        (".em",),
+        read_motive_list,
+        write_motive_list,
+        key="av3",
+        holds=frozenset({"tomograms", "coordinates", "classes", "scores"}),
+        takes=frozenset({"particle_names", "wedge_list"}),
     )
 )
 

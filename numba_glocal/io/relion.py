@@ -311,9 +311,6 @@ def _tables(document: StarDocument) -> tuple[StarBlock, StarBlock | None]:
     for block in document.blocks:
         if block.name != "particles" and ("rlnTomoProjX" in block or "rlnTomoTiltSeriesName" in block):
             raise ListError(f"{path}: a file of tomograms (data_{block.name}), expected a list of particles or an optimisation set")
-    for block in document.blocks:
-        if block.name.startswith("stopgap_"):
-            raise ListError(f"{path}: a STOPGAP list (data_{block.name}) is not read yet; expected a RELION list")
     optics = document["optics"] if "optics" in document else None
     if optics is not None and not optics.n_rows:
         raise ListError(f"{optics.where()}: data_optics has no rows")
@@ -615,8 +612,13 @@ def _new_document(particles: ParticleSet, folder: Path, microscope: Mapping[str,
         },
     )
     columns: dict[str, Sequence[str]] = {"rlnImageName": particles.names}
-    if any(path is not None for path in particles.weight_paths):
-        columns["rlnCtfImage"] = [_beside(path, folder) if isinstance(path, Path) else "None" for path in particles.weight_paths]
+    weights = particles.weight_paths
+    if any(isinstance(weight, tuple) for weight in weights):
+        warnings.warn(
+            "a RELION list has no tilt ranges: wedges that are given by angles are left out; give --tilt-range when it is used", stacklevel=3
+        )
+    if any(isinstance(weight, Path) for weight in weights):
+        columns["rlnCtfImage"] = [_beside(weight, folder) if isinstance(weight, Path) else "None" for weight in weights]
     if any(particles.tomograms):
         columns["rlnMicrographName"] = [name or "None" for name in particles.tomograms]
     columns["rlnOpticsGroup"] = [str(int(g) + 1) for g in particles.groups]

@@ -9,11 +9,12 @@ import mrcfile
 import numpy as np
 import pytest
 from numba import cuda
+from scipy.spatial.transform import Rotation
 
 from numba_glocal import particles
 from numba_glocal.backends.cpu import CPUBackend
 from numba_glocal.backends.cuda import backend as cuda_backend
-from numba_glocal.backends.cuda import memory, prepare
+from numba_glocal.backends.cuda import kernels, memory, prepare
 from numba_glocal.backends.cuda import store as store_module
 from numba_glocal.backends.cuda.backend import CUDABackend
 from numba_glocal.backends.cuda.store import ParticleStore
@@ -23,6 +24,7 @@ from numba_glocal.backends.protocols import Grid, ParticleBatch, ParticleMask, S
 from numba_glocal.errors import BadParticleError, DeviceError
 from numba_glocal.fourier import centred_rfftn, grid_band, max_band, padded_spectrum
 from numba_glocal.particles import ParticleReader
+from numba_glocal.pose_prior import PosePrior, PriorWidths
 
 N = 6
 GRID, MASK = Grid(N, N, 4.0), ParticleMask(2.0, 1.0)
@@ -232,6 +234,30 @@ def test_as_the_cpu_backend_and_nothing_is_read_twice(make_case):
     assert a.n_particles == b.n_particles == 2
     sessions[0].unload()
     assert sorted(reads) == [0, 1], "the sum found the search's particles"
+
+
+def test_a_prior_is_refined_as_on_the_cpu(make_case):
+    case = make_case(8, "none", particles=2)
+    turn = Rotation.from_rotvec([0.06, -0.04, 0.03]).as_matrix()
+    prior = PosePrior(PriorWidths(4.0, 6.0, 5.0), (case.rotations @ turn)[:, None], case.shifts_angst + 5.0)
+    sessions = [backend.open_search(case.setup) for backend in (CUDABackend(), CPUBackend())]
+    assert sessions[0].load(case.batch, prior) == sessions[1].load(case.batch, prior) == []
+    a, b = (session.refine(case.starts, case.shifts_angst) for session in sessions)
+    np.testing.assert_allclose(a.rotations, b.rotations, atol=1e-4)
+    np.testing.assert_allclose(a.shifts_angst, b.shifts_angst, atol=0.02)
+    for name in ("log_likelihood", "scores", "covariances"):
+        np.testing.assert_allclose(getattr(a, name), getattr(b, name), rtol=1e-3, atol=1e-6, err_msg=name)
+    assert sessions[0].load(case.batch) == []
+    free = sessions[0].refine(case.starts, case.shifts_angst)
+    assert np.abs(free.rotations - a.rotations).max() > 1e-3
+
+
+def test_losses_are_taken_off_scores():
+    best = np.array([[3.0, 2.0, -1e38], [1.0, 5.0, 4.0]], np.float32)
+    loss = np.array([[1.0, np.inf, 1.0], [0.0, 2.5, np.inf]], np.float32)
+    device = cuda.to_device(best)
+    kernels.take_off[(1, 2), 8](device, cuda.to_device(loss))
+    np.testing.assert_array_equal(device.copy_to_host(), np.array([[2.0, -1e38, -1e38], [1.0, 2.5, -1e38]], np.float32))
 
 
 def test_another_band_makes_spectra_anew_but_reads_nothing(make_case, quick_transform):

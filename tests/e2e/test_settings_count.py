@@ -14,6 +14,7 @@ import pytest
 from scipy import ndimage
 
 from numba_glocal.errors import GlocalError
+from numba_glocal.io import read_particles, write_particles
 from numba_glocal.settings import AlignSettings
 from numba_glocal.simulation import SimulationSettings, simulate
 
@@ -97,6 +98,12 @@ SETTINGS = {
     "tilt_range_deg": ((-30.0, 50.0), {"particles": "no_weights"}, other_poses),
     "tilt_axis": ("x", {"particles": "no_weights", "tilt_range_deg": (-30.0, 50.0)}, other_poses),
     "flip_tilt": (True, {"particles": "no_weights", "tilt_range_deg": (-20.0, 60.0)}, other_poses),
+    "particle_names": (
+        "louder/p{}.mrc",
+        {"particles": "numbered"},
+        lambda base, changed: (column(base, "ngScore") != column(changed, "ngScore")).any(),
+    ),
+    "wedge_list": (lambda t: str(t.wedges), {"particles": "numbered"}, other_poses),
     "split": ("tomogram", {}, other_halves),
     "seed": (5, {"split": "particle"}, other_halves),
     # two folders hold particles of the same names
@@ -172,6 +179,17 @@ def sets(tmp_path_factory):
             file.set_data(np.array(file.data) * np.float32(10))
     with mrcfile.open(folder / "one_bad" / "particle_00003.mrc", "r+") as file:
         file.set_data(np.ones((20,) * 3, np.float32))
+    # the same by number, in STOPGAP's words, and its tilts
+    (folder / "subtomograms").mkdir()
+    for i in range(1, 13):
+        shutil.copy(folder / "subtomo" / f"particle_{i:05d}.mrc", folder / "subtomograms" / f"subtomo_{i}.mrc")
+        shutil.copy(folder / "subtomo" / f"particle_{i % 12 + 1:05d}.mrc", folder / "louder" / f"p{i}.mrc")
+    particles = read_particles(lists["no_weights"])
+    lists["numbered"], lists["wedges"] = folder / "numbered.star", folder / "wedges.star"
+    names = tuple(f"{i + 1}.mrc" for i in range(12))
+    write_particles(lists["numbered"], dataclasses.replace(particles, names=names, source=None), to="stopgap")
+    rows = "".join(f"{tomogram} {tilt}\n" for tomogram in range(1, 6) for tilt in (-30, 0, 50))
+    lists["wedges"].write_text(f"data_stopgap_wedgelist\nloop_\n_tomo_num\n_tilt_angle\n{rows}")
     return type("Sets", (), lists)
 
 
