@@ -349,6 +349,8 @@ def extract(
         raise InputError(f"none of {count} particles could be cut: {left_out[0][0]}: {left_out[0][1]}")
     result = replace(
         particles.take(kept),
+        # Warp's own lists, which such names tell, count coordinates in the images' voxels
+        tomograms=tuple(particles.tomograms[i].removesuffix(".tomostar") for i in kept),
         names=tuple(_listed(written[i], output) for i in kept),
         volume_paths=tuple(written[i] for i in kept),  # type: ignore[misc]
         weight_paths=tuple(weights[i] for i in kept),

@@ -79,6 +79,8 @@ def with_tilt_images(particles: ParticleSet) -> ParticleSet:
         if key not in shared:
             shared[key] = _geometry(found, flags, count, stack, particles, place, hand or None)
         sources.append(shared[key])
+    # compiled here, once, and not by every worker at its first particle
+    insert_images(np.zeros((len(sources[0]), 8, 8), np.float32), sources[0])
     return replace(particles, weight_paths=tuple(sources), premultiplied=True)
 
 

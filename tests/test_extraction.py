@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 
 import mrcfile
 import numpy as np
@@ -13,7 +14,7 @@ from numba_glocal.cli import main
 from numba_glocal.errors import GlocalError
 from numba_glocal.extraction import cut, series_weights
 from numba_glocal.geometry import matrix_to_relion, rotvec_to_matrix
-from numba_glocal.io import read_particles
+from numba_glocal.io import read_particles, write_particles
 from numba_glocal.io.tilt_series import TiltFiles, tilt_matrices
 from numba_glocal.phantom import render_phantom
 from numba_glocal.wedge import read_weight_volume, tilt_range_weights
@@ -260,6 +261,24 @@ def test_warp_names_are_found(tmp_path):
     write_list(tmp_path / "list.star", [[20, 20, 20]], tomogram="TS_1.tomostar")
     run(tmp_path / "list.star", "-o", tmp_path / "out", "--tomograms", tmp_path, "--box", 16)
     assert (tmp_path / "out/subtomo/TS_1/TS_1_000001.mrc").is_file()
+
+
+@pytest.mark.parametrize("name", ["TS_1.tomostar", "TS_1.mrc", "TS_1"])
+def test_the_list_of_a_binned_extraction_is_one_for_the_next(tmp_path, name):
+    place = np.array([50.3, 47.8, 44.6])
+    write_tomogram(tmp_path / "TS_1.mrc", blob((90, 96, 100), place, 3.0))
+    write_list(tmp_path / "list.star", [place + [0.4, -1.3, 2.2]], tomogram=name)
+    found = None
+    source = tmp_path / "list.star"
+    for binning in (4, 2, 1):
+        run(source, "-o", tmp_path / f"b{binning}", "--tomograms", tmp_path, "--box", 16, "--binning", binning)
+        found = read_particles(tmp_path / f"b{binning}/particles.star")
+        at = centre_of(mrcfile.read(found.volume_paths[0])) * found.pixel_size_angst
+        # what an alignment would find
+        poses = replace(found.poses, shifts_angst=at[None])
+        source = tmp_path / f"b{binning}/aligned.star"
+        write_particles(source, found.with_poses(poses))
+    assert np.abs(at).max() <= 0.5 * PIXEL + 0.05 and np.abs(found.coordinates.as_voxels()[0] + at / PIXEL - place).max() < 0.05
 
 
 def test_weights_of_tilts_lie_on_their_planes(tmp_path):
