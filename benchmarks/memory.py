@@ -52,7 +52,7 @@ def chunk_size(particles: Path) -> int:
     from numba_glocal.settings import AlignSettings
 
     listed = prepare_job(AlignSettings(str(particles), "unused")).particles
-    return max(len(chunk) for half in (1, 2) for chunk in make_chunks(listed, listed.poses.shifts_angst, half))
+    return max(len(chunk) for half in (1, 2) for chunk in make_chunks(listed, listed.poses, half))
 
 
 def run(data: Path, folder: Path, count: int, cores: int, options: list[str]) -> Measured:

@@ -233,7 +233,7 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         text = ", ".join(f"{len(level.rotations)} rotations to {job.shell_of(1.0) / level.k_max:.0f} A" for level in levels)
         facts += [
             ("start map", settings.reference or "average of the given poses"),
-            ("first search", f"{'all orientations: ' if settings.global_search else ''}{text}; shifts within {first.shift_radius_angst:.0f} A"),
+            ("first search", f"{_where(settings)}{text}; shifts within {first.shift_radius_angst:.0f} A"),
             ("score", settings.score),
             ("iterations", f"{'at most ' if settings.until_converged else ''}{settings.iterations}"),
             ("estimated time", _estimate(job, plan, levels)),
@@ -251,6 +251,15 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("output", settings.output),
     ]
     return facts
+
+
+def _where(settings: AlignSettings) -> str:
+    """Where the first search looks, if not around the poses of the list alone."""
+    if settings.relax_symmetry is not None:
+        return f"around each pose and its {settings.relax_symmetry} copies: "
+    if settings.angle_list is not None:
+        return f"all orientations of {Path(settings.angle_list).name}: "
+    return "all orientations: " if settings.global_search else ""
 
 
 def _wedge_text(job: Job) -> str:

@@ -83,8 +83,9 @@ def check_hand(passes: Passes, state: RunState, masked: NDArray[np.float32]) -> 
         chosen.append(rows[:: max(1, math.ceil(len(rows) / _PARTICLES))])
     some_rows = np.sort(np.concatenate(chosen))
     some = job.particles.take(some_rows)
-    chunks = [(half, chunk) for half in HALVES for chunk in make_chunks(some, some.poses.shifts_angst, half, largest=passes.largest_chunk)]
-    plan = replace(search_plan(job, state), everywhere=True)
+    chunks = [(half, chunk) for half in HALVES for chunk in make_chunks(some, some.poses, half, largest=passes.largest_chunk)]
+    # an angle list, and some groups' axes, belong to one hand
+    plan = replace(search_plan(job, state), everywhere=True, symmetry="C1", rotations=None, relaxed="C1")
     limit = math.inf if settings.max_shift_angst is None else settings.max_shift_angst
     folder = passes.folder.iteration_folder(0)
     files = {"as given": folder / "hand.npy", "mirrored": folder / "hand_mirrored.npy"}

@@ -19,14 +19,16 @@ from .filters import lowpass, mirrored
 from .fourier import grid_shells, max_band, padded_offset
 from .half_sets import assign_half_sets
 from .io import read_particles, read_volume
+from .io.angle_list import read_angle_list
 from .io.pixel_size import SAME_PIXEL_SIZE
 from .masks import check_mask, mask_offset_voxels, spherical_mask
 from .particles import ParticleReader, fourier_crop
+from .sampling import distinct_rotations
 from .settings import AlignSettings, AverageSettings
 from .shifts import binned_box_size
 from .symmetry import symmetry_agreement
 from .tilt_images import with_tilt_images
-from .values import FloatArray, ParticleSet, TiltRange
+from .values import ParticleSet, Poses, TiltRange
 
 _DEFAULT_DIAMETER_OF_BOX = 0.8
 _CHUNK_BYTES = 512 << 20
@@ -57,6 +59,8 @@ class Job:
     start_map : (n, n, n) float32 or None
         Low-passed, on the worked grid; None where the start is the average of the given poses, or an earlier iteration.
     warnings : list of str
+    listed_rotations : (a, 3, 3) float64 or None
+        Of --angle-list, each once.
     """
 
     settings: AlignSettings | AverageSettings
@@ -71,6 +75,7 @@ class Job:
     k_limit: float
     start_map: NDArray[np.float32] | None = field(repr=False)
     warnings: list[str]
+    listed_rotations: NDArray[np.float64] | None = field(default=None, repr=False)
 
     @property
     def grid(self) -> Grid:
@@ -158,7 +163,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     size_angst = binned * grid.binned_pixel_size_angst
     k_limit = float(max_band(binned))
     k_min = 0.0
-    reference = None
+    reference = listed = None
     if isinstance(settings, AlignSettings):
         if settings.lowpass_angst is not None:
             k_limit = min(k_limit, size_angst / settings.lowpass_angst)
@@ -177,8 +182,10 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
             reference = _start_map(grid, settings.reference, settings.initial_lowpass_angst, particles.pixel_size_source)
             if settings.mirror:
                 reference = mirrored(reference)
+        if settings.angle_list is not None:
+            listed = distinct_rotations(read_angle_list(settings.angle_list))
     _check_weights(particles, reader, k_min, k_limit)
-    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings)
+    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings, listed)
 
 
 @contextmanager
@@ -314,7 +321,7 @@ def largest_chunk(box_size: int) -> int:
     return int(min(128, max(8, _CHUNK_BYTES // particle_bytes(box_size))))
 
 
-def make_chunks(particles: ParticleSet, anchors_angst: FloatArray, half: int, parts: int = 8, largest: int = 128) -> list[Chunk]:
+def make_chunks(particles: ParticleSet, anchors: Poses, half: int, parts: int = 8, largest: int = 128) -> list[Chunk]:
     """Chunks of one half-set: a function of the list and the box alone, so that no result depends on workers or their speed."""
     rows = np.flatnonzero(particles.half == half).astype(np.int64)
     size = int(min(largest, max(8, math.ceil(len(rows) / parts))))
@@ -330,7 +337,8 @@ def make_chunks(particles: ParticleSet, anchors_angst: FloatArray, half: int, pa
                 tuple(particles.weight_paths[i] for i in part),
                 np.asarray(particles.poses.rotations[part], np.float64),
                 np.asarray(particles.poses.shifts_angst[part], np.float64),
-                np.asarray(anchors_angst[part], np.float64),
+                np.asarray(anchors.shifts_angst[part], np.float64),
+                np.asarray(anchors.rotations[part], np.float64),
             )
         )
     return chunks

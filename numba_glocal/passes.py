@@ -22,6 +22,7 @@ from .execution.tasks import AlignTask, ReferenceFile, SumResult, SumTask, run_t
 from .job import Job, largest_chunk, make_chunks
 from .noise import NoiseModel, ResidualPower, fit_noise
 from .results import RunFolder, RunState
+from .schedule import prior_widths
 from .settings import AlignSettings
 from .symmetry import grid_factors
 from .values import Poses
@@ -63,8 +64,8 @@ class Passes:
     ----------
     bad : dict of row to reason
         Particles that cannot be used.
-    anchors : (n, 3) array, Angstrom
-        Shifts of the list, which shift limits are about.
+    anchors : Poses
+        Those of the list, which limits and priors are about.
     """
 
     def __init__(self, job: Job, executor: Executor, folder: RunFolder, stage: Stage, chunk_limit: int | None = None) -> None:
@@ -73,7 +74,7 @@ class Passes:
         self._sum_parts, self._sum_chunk = (
             (_SUM_PARTS, _SUM_CHUNK) if chunk_limit is None else (_GPU_SUM_PARTS, gpu_sum_chunk(job.grid.binned_box_size))
         )
-        self.anchors = job.particles.poses.shifts_angst.copy()
+        self.anchors = job.particles.poses
         self.bad: dict[int, str] = {}
 
     def results(self, title: str, tasks: list[Any]) -> Iterable[tuple[Any, Any]]:
@@ -135,6 +136,7 @@ class Passes:
                 plan,
                 self.job.radius_voxels,
                 refine,
+                prior_widths(settings),
             )
             for half in HALVES
             for chunk in make_chunks(particles, self.anchors, half, largest=self.largest_chunk)

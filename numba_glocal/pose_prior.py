@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .geometry import matrix_to_rotvec, rotvec_to_matrix
+from .symmetry import group_rotations
 
 Array = NDArray[np.float64]
 _SLACK_RAD = 1e-7
@@ -30,11 +32,14 @@ class PriorWidths:
         Standard deviations along one axis.
     max_angle_deg : float
         Hard limit.
+    symmetry : str
+        Point group whose copies of the list's orientation are as good.
     """
 
     angle_deg: float = math.inf
     shift_angst: float = math.inf
     max_angle_deg: float = math.inf
+    symmetry: str = "C1"
 
     @property
     def says_something(self) -> bool:
@@ -57,6 +62,13 @@ class PosePrior:
     widths: PriorWidths
     rotations: Array
     shifts_angst: Array
+
+    @classmethod
+    def about(cls, widths: PriorWidths, rotations: NDArray[Any], shifts_angst: NDArray[Any]) -> PosePrior | None:
+        """The prior about poses (p, 3, 3) and (p, 3); None where the widths say nothing."""
+        if not widths.says_something:
+            return None
+        return cls(widths, np.asarray(rotations, np.float64)[:, None] @ group_rotations(widths.symmetry), np.asarray(shifts_angst, np.float64))
 
     def of(self, particle: int, evidence: float = 1.0) -> ParticlePrior:
         """The prior of one particle, in units of a score of which one stands for `evidence` of log-likelihood."""

@@ -10,10 +10,8 @@ import math
 import time
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .averaging import move_frame, relative_motion
 from .backends.protocols import WeightedSum
@@ -29,7 +27,7 @@ from .passes import HALVES, Passes, Stage
 from .reference_maps import ReferenceMaps
 from .resolution import Crossing
 from .results import RunFolder, RunState, finite_or_none
-from .schedule import adapt, first_increment_deg, has_converged, has_settled, last_iteration, search_plan
+from .schedule import adapt, first_increment_deg, has_converged, has_settled, last_iteration, search_plan, within_limits
 from .settings import AlignSettings, AverageSettings
 from .start import NOTHING, Start, symmetry_doubts
 from .symmetry import angle_modulo_deg, free_motion
@@ -173,7 +171,8 @@ class Refinement:
             scale=state.scale,
         )
         if settings.adaptive:
-            adapt(self.job, next_state, angle_change, shift_change)
+            modulo = settings.symmetry if settings.relax_symmetry is None else settings.relax_symmetry  # another copy needs no wider search
+            adapt(self.job, next_state, angle_modulo_deg(before.rotations, poses.rotations, modulo)[good], shift_change)
         self.folder.write_state(next_state)
         self.folder.event(
             "iteration",
@@ -199,6 +198,8 @@ class Refinement:
     def _one_frame(self, name: str, poses: Poses, noise: dict[int, NoiseModel]) -> tuple[Poses, dict[int, WeightedSum], tuple[float, float]]:
         """Averages in a common frame: each half gives way by half of their relative motion, as far as their symmetry leaves it free."""
         n, pixel = self.job.grid.binned_box_size, self.job.grid.binned_pixel_size_angst
+        settings = self.job.settings
+        assert isinstance(settings, AlignSettings)
         sums = self.passes.sums(f"{name}: averages", poses, noise)
         if not np.any(free_motion(np.ones(3), np.ones(3), self._symmetry)):
             return poses, sums, (0.0, 0.0)
@@ -216,18 +217,9 @@ class Refinement:
         for half, share in ((1, -0.5), (2, 0.5)):
             rows = np.flatnonzero(self.job.particles.half == half)
             moved = move_frame(poses.take(rows), rotvec, shift_voxels * pixel, share)
-            rotations[rows], shifts[rows] = moved.rotations, self._within_limit(moved.shifts_angst, rows)
-        poses = Poses(rotations, shifts)
+            rotations[rows], shifts[rows] = moved.rotations, moved.shifts_angst
+        poses = within_limits(Poses(rotations, shifts), self.passes.anchors, settings)
         return poses, self.passes.sums(f"{name}: averages, one frame", poses, noise), apart
-
-    def _within_limit(self, shifts_angst: NDArray[Any], rows: NDArray[np.intp]) -> NDArray[Any]:
-        """Shifts brought back to the hard limit: --max-shift holds for what the common frame moves too."""
-        limit = getattr(self.job.settings, "max_shift_angst", None)
-        if limit is None:
-            return shifts_angst
-        away = shifts_angst - self.passes.anchors[rows]
-        distance = np.linalg.norm(away, axis=1, keepdims=True)
-        return self.passes.anchors[rows] + away * np.minimum(1.0, limit / np.maximum(distance, 1e-12))
 
     def _doubts(self, crossing: Crossing) -> list[str]:
         """A resolution within what the start map brought along: there the halves agree even on noise, for both were turned onto one map."""
@@ -312,7 +304,7 @@ def _average_noise(passes: Passes, maps: ReferenceMaps, fsc: FSCCurve) -> dict[i
     tasks = [
         AlignTask(chunk, job.reader, references[half], job.particle_mask, flat[half], "ml", 0.0, k_max, math.inf, None, job.radius_voxels, False)
         for half in HALVES
-        for chunk in make_chunks(job.particles, job.particles.poses.shifts_angst, half, largest=passes.largest_chunk)
+        for chunk in make_chunks(job.particles, job.particles.poses, half, largest=passes.largest_chunk)
     ]
     for task, result in passes.results("noise", tasks):
         residuals[task.chunk.half] = residuals[task.chunk.half] + result.residuals

@@ -481,8 +481,7 @@ def list_format_of(particles: ParticleSet) -> ListFormat | None:
 
 
 def _for_relion(folder: Path, particles: ParticleSet) -> ParticleSet:
-    """The particles under names by which a list in `folder` finds them, their own or absolute ones; tilts, which it cannot hold, stay behind."""
-    particles = replace(particles, weight_paths=tuple(weight if isinstance(weight, Path) else None for weight in particles.weight_paths))
+    """The particles under names by which a list in `folder` finds them, their own or absolute ones."""
     finder = VolumeFinder(folder / "particles.star")
     found = finder.find(particles.names[0])
     if found is not None and found.resolve() == particles.volume_paths[0].resolve():

@@ -22,7 +22,7 @@ from .noise import NoiseModel, ResidualPower
 from .passes import HALVES, Passes
 from .reference_maps import ReferenceMaps
 from .results import RunState
-from .schedule import first_search, search_plan
+from .schedule import first_search, prior_widths, search_plan
 from .settings import AlignSettings, AverageSettings
 from .symmetry import symmetrised, symmetry_agreement
 from .values import Volume
@@ -135,7 +135,7 @@ class Start:
         rows = {half: np.flatnonzero(job.particles.half == half)[:looked_at] for half in HALVES}
         some_rows = np.sort(np.concatenate(list(rows.values())))
         some = job.particles.take(some_rows)
-        chunks = [(half, chunk) for half in HALVES for chunk in make_chunks(some, some.poses.shifts_angst, half, largest=self.passes.largest_chunk)]
+        chunks = [(half, chunk) for half in HALVES for chunk in make_chunks(some, some.poses, half, largest=self.passes.largest_chunk)]
         plan = search_plan(self.job, state)
 
         def tasks(sign: float, noise: dict[int, NoiseModel], used_plan: SearchPlan | None) -> list[AlignTask]:
@@ -154,6 +154,7 @@ class Start:
                     used_plan,
                     job.radius_voxels,
                     used_plan is not None,
+                    replace(prior_widths(settings), angle_deg=math.inf, shift_angst=math.inf),  # ncc is no likelihood
                 )
                 for half, chunk in chunks
             ]

@@ -19,6 +19,7 @@ from .dynamo import read_dynamo_particles, write_dynamo_particles
 from .motive_list import read_motive_list, write_motive_list
 from .pytom import read_pytom_particles, write_pytom_particles
 from .relion import read_relion_particles, write_relion_particles
+from .relion_versions import VERSIONS, RelionVersion, lost_in_version, write_version
 from .stopgap import is_stopgap, read_stopgap_particles, write_stopgap_particles
 from .volumes import read_header, read_volume, write_volume
 
@@ -30,13 +31,15 @@ HELD = {
     "scores": "scores",
     "weights": "wedge or CTF volumes",
     "tilt_ranges": "tilt ranges",
+    "tilt_series": "wedges of two tilt series or of other axes than y",
     "pixel_size": "pixel size",
-    "volume_axes": "the axes of turned volumes",
+    "volume_axes": "that volumes are turned",
+    "stacks": "that particles are stacks of 2-D images",
 }
 """What a list can hold beside names and poses, and how it is called in messages."""
 
-NUMBERED_OPTIONS = ("particle_names", "wedge_list")
-"""Options of `read_particles` for lists that number particles and tomograms, and name no files."""
+OPTIONS_OF_SOME = ("particle_names", "wedge_list", "tomograms")
+"""Options of `read_particles` that only some formats take; given for another one they are refused."""
 
 _HEAD_BYTES = 65536
 
@@ -61,8 +64,11 @@ class ListFormat:
         ``recognises(head: bytes) -> bool`` from the first bytes of a file. None: any file with the suffix.
     holds : frozenset of str
         Of `HELD`: what the writer can put into such a list.
+    leaves : callable or None
+        ``leaves(particles) -> list of str``: what else it cannot take over of these particles, as words. None: whatever their
+        source says that only lists of its own kind hold.
     takes : frozenset of str
-        Of `NUMBERED_OPTIONS`: what the reader takes beside the options of all.
+        Of `OPTIONS_OF_SOME`: what the reader takes beside the options of all.
     """
 
     name: str
@@ -72,6 +78,7 @@ class ListFormat:
     key: str = ""
     recognises: Callable[[bytes], bool] | None = None
     holds: frozenset[str] = frozenset()
+    leaves: Callable[[ParticleSet], list[str]] | None = None
     takes: frozenset[str] = frozenset()
 
 
@@ -88,7 +95,7 @@ def register_format(list_format: ListFormat) -> None:
     for old in same:
         _FORMATS.remove(old)
     # a known kind that nobody reads yet gives way to one that does
-    for old in [f for f in _FORMATS if f.read is None and set(f.suffixes) & set(list_format.suffixes)]:
+    for old in [f for f in _FORMATS if f.read is None and f.write is None and set(f.suffixes) & set(list_format.suffixes)]:
         _FORMATS.remove(old)
     _FORMATS.append(list_format)
 
@@ -105,7 +112,7 @@ def format_of_file(path: str | Path) -> ListFormat:
     if not any(suffix in f.suffixes for f in _FORMATS):
         # lists without a telling name are STAR files in practice; its reader says when they are not
         suffix = ".star"
-    found = [f for f in reversed(_FORMATS) if suffix in f.suffixes]
+    found = [f for f in reversed(_FORMATS) if suffix in f.suffixes and (f.read is not None or f.write is None)]
     choosy = [f for f in found if f.recognises is not None]
     if choosy:
         try:
@@ -155,7 +162,8 @@ def read_particles(path: str | Path, **options: Any) -> ParticleSet:
         The list.
     **options
         ``pixel_size_angst``, ``root``, ``premultiplied``, ``require_volumes`` as `read_relion_particles`; ``particle_names``, a template
-        for the files of lists that only number particles, and ``wedge_list``, the tilts of their tomograms.
+        for the files of lists that only number particles, and ``wedge_list``, the tilts of their tomograms; ``tomograms``, the sizes of
+        RELION's tomograms.
 
     Returns
     -------
@@ -172,7 +180,7 @@ def read_particles(path: str | Path, **options: Any) -> ParticleSet:
     list_format = format_of_file(path)
     if list_format.read is None:
         raise ListError(f"{path}: a {list_format.name} is not read yet; expected {_known('read')}")
-    for option in NUMBERED_OPTIONS:
+    for option in OPTIONS_OF_SOME:
         if options.get(option) is None or option not in list_format.takes:
             if options.pop(option, None) is not None:
                 takers = ", ".join(f.name for f in _FORMATS if option in f.takes)
@@ -207,18 +215,23 @@ def left_behind(particles: ParticleSet, target: ListFormat) -> list[str]:
     """What `particles` carry and a list of the format `target` cannot hold, as words for a message."""
     if getattr(particles.source, "format_key", None) == target.key:
         return []
+    weights = dict.fromkeys(particles.weight_paths)
     there = {
         "tomograms": any(particles.tomograms),
         "coordinates": particles.coordinates is not None,
         "half": bool(particles.half.any()),
         "classes": particles.classes is not None,
         "scores": particles.scores is not None and bool(np.isfinite(particles.scores).any()),
-        "weights": any(isinstance(weight, Path) for weight in particles.weight_paths),
-        "tilt_ranges": any(isinstance(weight, tuple) for weight in particles.weight_paths),
+        "weights": any(isinstance(weight, Path) for weight in weights),
+        "tilt_ranges": particles.tilt_ranges_deg is not None,
+        "tilt_series": any(isinstance(weight, tuple) and (len(weight) > 1 or weight[0].tilt_axis != "y" or weight[0].turn) for weight in weights),
         "pixel_size": bool(np.isfinite(particles.pixel_size_angst)),
         "volume_axes": particles.volume_axes is not None,
+        "stacks": particles.stacks is not None,
     }
     lost = [words for part, words in HELD.items() if there[part] and part not in target.holds]
+    if target.leaves is not None and getattr(particles.source, "format_key", "relion") == "relion":
+        return lost + target.leaves(particles)
     extras = getattr(particles.source, "extras", None)
     return lost + (list(extras()) if extras is not None else [])
 
@@ -228,6 +241,24 @@ def _known(action: str) -> str:
     return ", ".join(known.values())
 
 
+_RELION_HOLDS = frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "tilt_ranges", "pixel_size"})
+
+
+def _of_version(version: RelionVersion) -> ListFormat:
+    """A version of RELION's lists as a format to be asked for; all of them are read by one reader."""
+    holds = _RELION_HOLDS | (frozenset({"volume_axes"}) if version.has_tomograms else frozenset())
+    holds |= frozenset({"stacks"}) if version.centred else frozenset()
+    return ListFormat(
+        version.name,
+        (".star",),
+        None,
+        lambda path, particles, extra_columns=None: write_version(version, path, particles, extra_columns),
+        key=version.key,
+        holds=holds,
+        leaves=lambda particles: lost_in_version(particles, version),
+    )
+
+
 register_format(
     ListFormat(
         "RELION STAR",
@@ -235,9 +266,13 @@ register_format(
         read_relion_particles,
         write_relion_particles,
         key="relion",
-        holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "pixel_size"}),
+        holds=_RELION_HOLDS,
+        takes=frozenset({"tomograms"}),
+        leaves=lambda particles: [],
     )
 )
+for _version in VERSIONS:
+    register_format(_of_version(_version))
 register_format(
     ListFormat(
         "PyTom particle list",
@@ -245,7 +280,7 @@ register_format(
         read_pytom_particles,
         write_pytom_particles,
         key="pytom",
-        holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "tilt_ranges"}),
+        holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "tilt_ranges", "tilt_series"}),
     )
 )
 register_format(
@@ -255,7 +290,7 @@ register_format(
         read_dynamo_particles,
         write_dynamo_particles,
         key="dynamo",
-        holds=frozenset({"tomograms", "coordinates", "classes", "scores", "tilt_ranges", "pixel_size"}),
+        holds=frozenset({"tomograms", "coordinates", "classes", "scores", "tilt_ranges", "tilt_series", "pixel_size"}),
         takes=frozenset({"particle_names"}),
     )
 )

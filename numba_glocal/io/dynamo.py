@@ -16,8 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, ListError
 from ..geometry import matrix_to_zxz, zxz_to_matrix
-from ..values import Coordinates, FloatArray, IntArray, ParticleSet, Poses, TiltGeometry, TiltRange, Weight
-from .located import locate
+from ..values import FloatArray, IntArray, ParticleSet, Poses, TiltGeometry, TiltRange, Weight
+from .located import locate, places
 from .numbered import (
     digits,
     names_of,
@@ -104,10 +104,11 @@ def dynamo_to_matrix(angles_deg: ArrayLike) -> NDArray[np.float64]:
 
 
 def matrix_to_dynamo(rotations: ArrayLike) -> NDArray[np.float64]:
-    """Dynamo's ``tdrot, tilt, narot`` in degrees from matrices (..., 3, 3); tilt from 0 to 180, at both ends tdrot is 0 or 180."""
+    """Dynamo's ``tdrot, tilt, narot`` in degrees from matrices (..., 3, 3); tilt from 0 to 180, at both ends tdrot is 0."""
     z1, z2, x = np.moveaxis(matrix_to_zxz(rotations), -1, 0)
-    # Rz(z2) Rx(x) Rz(z1) = Rz(z2 + 180) Rx(-x) Rz(z1 - 180): so tilt = x is not negative
-    return np.stack([_within_half_turn(-z2 - 180.0), x, _within_half_turn(180.0 - z1)], axis=-1)
+    # Rz(z2) Rx(x) Rz(z1) = Rz(z2 + 180) Rx(-x) Rz(z1 - 180): so tilt = x is not negative; at 0 and 180 Rx(x) = Rx(-x), and z2 is 0
+    half_turn = np.where(np.sin(np.deg2rad(x)) > 1e-8, 180.0, 0.0)
+    return np.stack([_within_half_turn(-z2 - half_turn), x, _within_half_turn(half_turn - z1)], axis=-1)
 
 
 def _within_half_turn(angles_deg: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -188,7 +189,7 @@ def read_dynamo_particles(
         box_size=place.box_size,
         premultiplied=bool(premultiplied),
         source=DynamoSource(str(path), tuple(lines), np.arange(len(names)), poses, place.pixel_size_angst, tuple(names)),
-        coordinates=Coordinates.in_voxels(table[:, PLACE - 1 : PLACE + 2], place.pixel_size_angst),
+        coordinates=places(table[:, PLACE - 1 : PLACE + 2], place.pixel_size_angst),
         classes=whole_numbers(table[:, CLASS - 1], "the class (column 22)", where).astype(np.int32),
         scores=scores.copy() if scores.any() else None,
     )
@@ -389,8 +390,8 @@ def _new_lines(path: str | Path, particles: ParticleSet, scores: FloatArray | No
     if particles.classes is not None:
         table[:, CLASS - 1] = particles.classes
     if particles.coordinates is not None:
-        places = particles.coordinates.as_voxels()
-        table[:, PLACE - 1 : PLACE + 2] = np.where(np.isfinite(places), places, 0.0)
+        centres = particles.coordinates.as_voxels()
+        table[:, PLACE - 1 : PLACE + 2] = np.where(np.isfinite(centres), centres, 0.0)
     table[:, APIX - 1] = particles.pixel_size_angst
     left_out = 0
     for row, weight in enumerate(particles.weight_paths):

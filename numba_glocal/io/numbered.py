@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from ..errors import InputError, ListError
 
 _FIELDS = ("particle", "tomogram", "object")
-_TOKEN = re.compile(r"[^ \t\r\n\f\v]+")
+# a quote closes only where a blank follows, as in STAR
+_TOKEN = re.compile(r"""(?:"[^\n"]*"(?=\s|$)|'[^\n']*'(?=\s|$)|[^ \t\r\n\f\v]+)""")
 _LAST_NUMBER = re.compile(r"(\d+)\D*$")
 
 

@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from xml.parsers import expat
@@ -19,8 +20,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, ListError, NoAnglesWarning, VolumeError
 from ..geometry import matrix_to_zxz, zxz_to_matrix
-from ..values import Coordinates, FloatArray, IntArray, ParticleSet, Poses, TiltGeometry, TiltRange, Weight
-from .located import locate
+from ..values import FloatArray, IntArray, ParticleSet, Poses, TiltGeometry, TiltRange, Weight
+from .located import locate, places
 from .paths import whole_file
 from .volumes import read_header
 
@@ -152,7 +153,6 @@ def read_pytom_particles(
     poses = Poses(zxz_to_matrix(_rotations(path, elements)), shifts)
     half = np.array([_half(path, element) for element in elements], np.int8)
     positions = [element.child("PickPosition") for element in elements]
-    coordinates = Coordinates.in_voxels(_numbers(path, elements, "PickPosition", ("X", "Y", "Z"))) if any(positions) else None
     scores = np.array([_score(path, element) for element in elements])
     return ParticleSet(
         names=tuple(names),
@@ -167,7 +167,7 @@ def read_pytom_particles(
         box_size=place.box_size,
         premultiplied=bool(premultiplied),
         source=PytomSource(str(path), raw, tuple(elements), np.arange(len(names)), tuple(names), poses, half, place.pixel_size_angst),
-        coordinates=coordinates,
+        coordinates=places(_numbers(path, elements, "PickPosition", ("X", "Y", "Z"))),
         classes=_classes(elements),
         scores=scores if np.isfinite(scores).any() else None,
     )
@@ -337,12 +337,16 @@ def _tilts(path: str | Path, element: _Element) -> TiltRange | None:
         raise ListError(f"{path}:{element.line}: CutoffRadius {cutoff:g} and Smooth {smooth:g}: expected 0 or more")
     if angles == [0, 0]:
         return None
-    turn = None
     axis = element.child("TiltAxisRotation")
-    if axis is not None:
-        matrix = zxz_to_matrix([_number(path, axis, attribute) for attribute in ("Z1", "Z2", "X")])
-        turn = None if np.allclose(matrix, np.eye(3), atol=1e-9) else tuple(matrix.ravel().tolist())
+    turn = None if axis is None else _turn(*(_number(path, axis, attribute) for attribute in ("Z1", "Z2", "X")))
     return TiltRange(angles[0] - 90.0, 90.0 - angles[1], turn=turn, smooth_voxels=smooth, cutoff_voxels=cutoff)
+
+
+@lru_cache(maxsize=256)
+def _turn(z1_deg: float, z2_deg: float, x_deg: float) -> tuple[float, ...] | None:
+    """The rotation of a tilt axis as `TiltRange` holds it; most lists have one for all particles."""
+    matrix = zxz_to_matrix([z1_deg, z2_deg, x_deg])
+    return None if np.allclose(matrix, np.eye(3), atol=1e-9) else tuple(matrix.ravel().tolist())
 
 
 # ---- writing
@@ -471,7 +475,7 @@ def _new_text(particles: ParticleSet, scores: FloatArray | None) -> bytes:
     if scores is None:
         scores = particles.scores
     angles, shifts = matrix_to_zxz(particles.poses.rotations), particles.shifts_voxels()
-    places = None if particles.coordinates is None else particles.coordinates.as_voxels()
+    centres = None if particles.coordinates is None else particles.coordinates.as_voxels()
     wedges = {weight: _wedge_text(weight, particles.box_size) for weight in dict.fromkeys(particles.weight_paths)}
     lines = ["<ParticleList>"]
     for i, name in enumerate(particles.names):
@@ -480,8 +484,8 @@ def _new_text(particles: ParticleSet, scores: FloatArray | None) -> bytes:
             "    " + _NEW["Rotation"]({key: _digits(v) for key, v in zip(("Z1", "Z2", "X"), angles[i], strict=True)}),
             "    " + _NEW["Shift"]({key: _digits(v) for key, v in zip("XYZ", shifts[i], strict=True)}),
         ]
-        if particles.tomograms[i] or (places is not None and np.isfinite(places[i]).all()):
-            x, y, z = (_digits(v if np.isfinite(v) else 0.0) for v in (places[i] if places is not None else np.zeros(3)))
+        if particles.tomograms[i] or (centres is not None and np.isfinite(centres[i]).all()):
+            x, y, z = (_digits(v if np.isfinite(v) else 0.0) for v in (centres[i] if centres is not None else np.zeros(3)))
             lines.append("    " + _element("PickPosition", X=x, Y=y, Z=z, Origin=particles.tomograms[i], Binning="1"))
         if wedges[particles.weight_paths[i]]:
             lines.append("    " + wedges[particles.weight_paths[i]])

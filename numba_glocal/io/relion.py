@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, ListError, NoAnglesWarning
 from ..geometry import matrix_to_relion, relion_to_matrix
-from ..values import IntArray, ParticleSet, Poses, turned_back
+from ..values import IntArray, ParticleSet, Poses, TiltRange, turned_back
 from .paths import VolumeFinder, find_volumes
 from .pixel_size import resolve_pixel_size
 from .relion_tomo import (
@@ -39,6 +39,8 @@ from .volumes import survey
 ANGLES = ("rlnAngleRot", "rlnAngleTilt", "rlnAnglePsi")
 ORIGINS_ANGST = ("rlnOriginXAngst", "rlnOriginYAngst", "rlnOriginZAngst")
 ORIGINS_PIXEL = ("rlnOriginX", "rlnOriginY", "rlnOriginZ")
+TILTS = ("ngTiltMinDeg", "ngTiltMaxDeg")
+"""Our own columns: a wedge by its lowest and highest tilt about y, both 0 for none. RELION passes over them."""
 _NAMES_30 = ("", "images", "particles")
 USUAL_OPTICS = {"rlnVoltage": 300.0, "rlnSphericalAberration": 2.7, "rlnAmplitudeContrast": 0.07}
 """RELION 3.1 reads no CTF volume from a list without them; nothing is computed from them."""
@@ -51,6 +53,7 @@ _UNDERSTOOD = frozenset(
         *SUBTOMOGRAM_ANGLES,
         *COORDINATES,
         *CENTRED,
+        *TILTS,
         "rlnImageName",
         "rlnCtfImage",
         "rlnMicrographName",
@@ -134,6 +137,7 @@ def read_relion_particles(
     root: str | Path | None = None,
     premultiplied: bool | None = None,
     require_volumes: bool = True,
+    tomograms: str | Path | None = None,
 ) -> ParticleSet:
     """Read a RELION or Warp list of particles.
 
@@ -149,6 +153,8 @@ def read_relion_particles(
         Goes before ``rlnCtfDataAreCtfPremultiplied``.
     require_volumes : bool
         False reads a list whose volumes are elsewhere, or that names none (coordinates only); box size 0 when then nobody knows it.
+    tomograms : path, optional
+        File of the tomograms; it goes before that of an optimisation set.
 
     Returns
     -------
@@ -161,13 +167,14 @@ def read_relion_particles(
         One line with file, line, what was expected and what was found.
     """
     document, tomograms_path = follow_optimisation_set(path, root)
+    tomograms_path = tomograms_path if tomograms is None else Path(tomograms)
     path = document.path or path
     block, optics = _tables(document)
     if not block.n_rows:
         raise ListError(f"{block.where()}: the list has no particles")
     stacked = has_stacks(document, block, optics)
-    tomograms = _tomograms(block)
-    names, names_label = _names(block, tomograms, require_volumes)
+    tomogram_names = _tomograms(block)
+    names, names_label = _names(block, tomogram_names, require_volumes)
     _refuse_slices(block, names, names_label)
     groups = _groups(block, optics)
     flag = _flag(block, optics, groups)
@@ -218,17 +225,17 @@ def read_relion_particles(
     return ParticleSet(
         names=tuple(names),
         volume_paths=volume_paths,
-        weight_paths=tuple(found_weights[name] if name else None for name in weight_names),
+        weight_paths=tuple(found_weights[name] if name else tilts for name, tilts in zip(weight_names, _tilt_ranges(block), strict=True)),
         poses=poses,
         half=half,
-        tomograms=tomograms,
+        tomograms=tomogram_names,
         groups=groups,
         pixel_size_angst=pixel_size,
         pixel_size_source=source_text,
         box_size=box_size,
         premultiplied=flag if premultiplied is None else premultiplied,
         source=RelionSource(document, block.name, np.arange(block.n_rows), poses, half, list_pixel_size, axes, names_label),
-        coordinates=read_coordinates(block, optics, groups, tomograms, tomograms_path, sizes),
+        coordinates=read_coordinates(block, optics, groups, tomogram_names, tomograms_path, sizes),
         classes=_classes(block),
         scores=next((block.floats(label) for label in _SCORES if label in block.labels), None),
         volume_axes=axes if turned else None,
@@ -264,33 +271,22 @@ def write_relion_particles(
     """
     source = particles.source if isinstance(particles.source, RelionSource) else None
     if source is None:
-        document = _new_document(particles, Path(os.path.abspath(path)).parent, optics or {})
-        source = RelionSource(document, "particles", np.arange(len(particles)), particles.poses, particles.half, particles.pixel_size_angst)
-        block = document["particles"]
-        write_all = True
-    elif len(source.rows) != len(particles):
+        source = new_relion_source(particles, Path(os.path.abspath(path)).parent, optics)
+    if len(source.rows) != len(particles):
         raise ListError(f"{path}: {len(particles)} particles come with {len(source.rows)} rows of {source.document.path}")
-    else:
-        block = source.block.take(source.rows)
-        write_all = False
-        if source.names_label == "rlnImageName" and block.texts("rlnImageName") != list(particles.names):
-            block.set_column("rlnImageName", particles.names)
+    block = source.block.take(source.rows)
+    if source.names_label == "rlnImageName" and block.texts("rlnImageName") != list(particles.names):
+        block.set_column("rlnImageName", particles.names)
     blocks = [block if b.name == source.block_name else b for b in source.document.blocks]
     if any(b.name == "optics" for b in blocks):
         # RELION 5 finds no particles under another name
         block.name = "particles"
 
     own = particles.poses if source.axes is None else turned_back(particles.poses, source.axes)
-    changed = None
-    if not write_all:
-        changed = (
-            np.abs(particles.poses.rotations - source.poses.rotations).max(axis=(1, 2)) > _SAME_ROTATION,
-            np.abs(particles.poses.shifts_angst - source.poses.shifts_angst).max(axis=1) > _SAME_SHIFT_ANGST,
-        )
-    everywhere = np.ones(len(particles), dtype=bool)
-    _write_rotations(block, own.rotations, everywhere if changed is None else changed[0])
-    has_optics = any(b.name == "optics" for b in blocks)
-    _write_shifts(block, own.shifts_angst, _pixel_sizes(particles), everywhere if changed is None else changed[1], has_optics)
+    turned = np.abs(particles.poses.rotations - source.poses.rotations).max(axis=(1, 2), initial=0) > _SAME_ROTATION
+    shifted = np.abs(particles.poses.shifts_angst - source.poses.shifts_angst).max(axis=1, initial=0) > _SAME_SHIFT_ANGST
+    _write_rotations(block, own.rotations, turned)
+    _write_shifts(block, own.shifts_angst, _pixel_sizes(particles), shifted, has_optics=any(b.name == "optics" for b in blocks))
     _write_half_sets(block, particles.half, source.half)
     if particles.pixel_sizes_angst is None:
         blocks = _write_pixel_size(blocks, block, particles.pixel_size_angst, source.pixel_size_angst)
@@ -464,6 +460,19 @@ def _classes(block: StarBlock) -> NDArray[np.int32] | None:
     return block.floats("rlnClassNumber").astype(np.int32) if "rlnClassNumber" in block.labels else None
 
 
+def _tilt_ranges(block: StarBlock) -> list[tuple[TiltRange, ...] | None]:
+    """Wedges that the list gives by tilts, for particles without a weight volume."""
+    refuse_partial(block, TILTS)
+    if TILTS[0] not in block.labels:
+        return [None] * block.n_rows
+    found: list[tuple[TiltRange, ...] | None] = []
+    for row, (low, high) in enumerate(zip(*(block.floats(label).tolist() for label in TILTS), strict=True)):
+        if (low or high) and not -90 <= low < high <= 90:
+            raise ListError(f"{block.where(row)}: _{TILTS[0]} {low:g} and _{TILTS[1]} {high:g}: expected -90 <= smallest < largest <= 90 degrees")
+        found.append((TiltRange(low, high),) if low or high else None)
+    return found
+
+
 def _weight_names(block: StarBlock) -> list[str]:
     if "rlnCtfImage" not in block.labels:
         return [""] * block.n_rows
@@ -595,37 +604,57 @@ def _write_pixel_size(blocks: list[StarBlock], particles: StarBlock, pixel_size:
     return result
 
 
-def _new_document(particles: ParticleSet, folder: Path, microscope: Mapping[str, float]) -> StarDocument:
-    """A RELION 3.1 list for particles that came from elsewhere; poses and half-sets are filled in by the writer."""
+def new_relion_source(particles: ParticleSet, folder: Path, microscope: Mapping[str, float] | None = None) -> RelionSource:
+    """A RELION 3.1 list for particles that came from elsewhere; poses are left to the writer, who takes all of them for changed.
+
+    Parameters
+    ----------
+    particles : ParticleSet
+    folder : Path
+        Of the list, from which weight volumes are named.
+    microscope : dict of label to float, optional
+        In place of `USUAL_OPTICS`.
+    """
     n = len(particles)
     groups = [int(g) for g in np.unique(particles.groups)] or [0]
-    optics = StarBlock.from_columns(
-        "optics",
-        {
-            "rlnOpticsGroup": [str(g + 1) for g in groups],
-            "rlnOpticsGroupName": [f"opticsGroup{g + 1}" for g in groups],
-            "rlnImagePixelSize": [f"{particles.pixel_size_angst:.6f}"] * len(groups),
-            "rlnImageSize": [str(particles.box_size)] * len(groups),
-            "rlnImageDimensionality": ["3"] * len(groups),
-            "rlnCtfDataAreCtfPremultiplied": [str(int(particles.premultiplied))] * len(groups),
-            **{label: [f"{value:.6g}"] * len(groups) for label, value in (USUAL_OPTICS | dict(microscope)).items()},
-        },
-    )
-    columns: dict[str, Sequence[str]] = {"rlnImageName": particles.names}
-    weights = particles.weight_paths
-    if any(isinstance(weight, tuple) for weight in weights):
-        warnings.warn(
-            "a RELION list has no tilt ranges: wedges that are given by angles are left out; give --tilt-range when it is used", stacklevel=3
-        )
-    if any(isinstance(weight, Path) for weight in weights):
-        columns["rlnCtfImage"] = [_beside(weight, folder) if isinstance(weight, Path) else "None" for weight in weights]
+    table = {
+        "rlnOpticsGroup": [str(g + 1) for g in groups],
+        "rlnOpticsGroupName": [f"opticsGroup{g + 1}" for g in groups],
+        "rlnImagePixelSize": [f"{particles.pixel_size_angst:.6f}"] * len(groups),
+        "rlnImageSize": [str(particles.box_size)] * len(groups),
+        "rlnImageDimensionality": ["3"] * len(groups),
+        "rlnCtfDataAreCtfPremultiplied": [str(int(particles.premultiplied))] * len(groups),
+        **{label: [f"{value:.6g}"] * len(groups) for label, value in (USUAL_OPTICS | dict(microscope or {})).items()},
+    }
+    if not particles.box_size:
+        del table["rlnImageSize"]
+    if not np.isfinite(particles.pixel_size_angst):
+        del table["rlnImagePixelSize"]
+    columns: dict[str, Sequence[str]] = {}
     if any(particles.tomograms):
         columns["rlnMicrographName"] = [name or "None" for name in particles.tomograms]
+    if particles.coordinates is not None:
+        places, labels = particles.coordinates, COORDINATES
+        values = places.as_voxels()
+        if not np.isfinite(values).all() and places.centred_angst is not None:
+            values, labels = places.centred_angst, CENTRED
+        columns |= {label: [f"{v:.6f}" for v in values[:, axis].tolist()] for axis, label in enumerate(labels)}
+    columns |= {label: ["0.000000"] * n for label in ANGLES}
+    columns["rlnImageName"] = particles.names
+    paths = [path if isinstance(path, Path) else None for path in particles.weight_paths]
+    if any(path is not None for path in paths):
+        columns["rlnCtfImage"] = ["None" if path is None else _beside(path, folder) for path in paths]
+    if particles.tilt_ranges_deg is not None:
+        columns |= {label: _format(np.nan_to_num(particles.tilt_ranges_deg[:, i])) for i, label in enumerate(TILTS)}
     columns["rlnOpticsGroup"] = [str(int(g) + 1) for g in particles.groups]
-    block = StarBlock.from_columns("particles", columns)
-    for label in (*ANGLES, *ORIGINS_ANGST):
-        block.set_column(label, ["0.000000"] * n)
-    return StarDocument([optics, block])
+    columns |= {label: ["0.000000"] * n for label in ORIGINS_ANGST}
+    if particles.classes is not None:
+        columns["rlnClassNumber"] = _format(particles.classes)
+    if particles.scores is not None and np.isfinite(particles.scores).any():
+        columns["rlnAutopickFigureOfMerit"] = _format(np.where(np.isfinite(particles.scores), particles.scores, 0.0))
+    document = StarDocument([StarBlock.from_columns("optics", table), StarBlock.from_columns("particles", columns)])
+    unknown = Poses(np.full((n, 3, 3), np.inf), np.full((n, 3), np.inf))
+    return RelionSource(document, "particles", np.arange(n), unknown, np.zeros(n, np.int8), particles.pixel_size_angst)
 
 
 def _beside(path: Path, folder: Path) -> str:

@@ -51,7 +51,7 @@ def search_everywhere(case: Any, symmetry: str = "C1", starts: NDArray[np.float6
     rotations = case.starts.rotations[:, 0] if starts is None else starts
     origin = np.zeros((len(rotations), 3))
     evidence = sphere_mean_square(case.setup.grid.binned_box_size, mask.radius_voxels, mask.soft_edge_voxels)
-    return align_chunk(session, case.batch, rotations, origin, origin, levels, True, True, evidence, symmetry), session
+    return align_chunk(session, case.batch, rotations, origin, origin, levels, True, plan, evidence), session
 
 
 def exhaustive(case: Any) -> tuple[Any, int]:

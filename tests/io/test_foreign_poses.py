@@ -17,6 +17,8 @@ from numba_glocal.io.volumes import write_volume
 from numba_glocal.phantom import render_phantom
 from numba_glocal.values import Volume
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*have no half-sets")
+
 PIXEL = 3.5
 # x, y, z and sigma in voxels, and height: five blobs without symmetry or mirror plane
 BLOBS = np.array([(4.0, 0, 0, 1.6, 1.0), (0, 3.0, 1.0, 1.4, 0.8), (0, 0, -4.0, 1.5, 0.9), (-2.0, -3.0, 2.0, 1.3, 1.2), (1.0, 2.0, 4.0, 1.4, 0.7)])

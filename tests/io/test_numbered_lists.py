@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from sampled import check_sampled  # noqa: E402
 
+pytestmark = [pytest.mark.filterwarnings("ignore:.*the list has no angles"), pytest.mark.filterwarnings("ignore:.*have no half-sets")]
+
 
 def read(path, **options):
     return read_particles(path, **{"pixel_size_angst": 2.0, "require_volumes": False, **options})
@@ -363,6 +365,24 @@ def test_halves_and_scores_get_a_column_where_there_is_none(tmp_path):
     np.testing.assert_array_equal(back.poses.rotations, particles.poses.rotations)
 
 
+def test_layout_stays_around_changed_cells(tmp_path):
+    """Field case 2 (a blank line behind the labels), quoted cells, comments, and blanks of any width."""
+    text = (
+        "# mine\n\ndata_stopgap_motivelist\n\nloop_\n_note #1\n_subtomo_num #2\n_x_shift #3\n_y_shift #4\n_z_shift #5\n_phi #6\n_psi #7\n_the #8\n\n"
+        "'a b'   1\t0.5  0 0 10 20   30 \r\nit's 2 0 0 0 10 20 30\n\ndata_other\n\n_key  value\n"
+    )
+    (tmp_path / "a.star").write_bytes(text.encode())
+    particles = read(tmp_path / "a.star")
+    write_particles(tmp_path / "b.star", particles)
+    assert (tmp_path / "b.star").read_bytes() == text.encode()
+    write_particles(tmp_path / "b.star", particles.with_poses(Poses(particles.poses.rotations, particles.poses.shifts_angst + 1.0)))
+    moved = text.replace("0.5  0 0", "1.000000  0.500000 0.500000").replace("2 0 0 0", "2 0.500000 0.500000 0.500000")
+    assert (tmp_path / "b.star").read_bytes() == moved.encode()
+    write_particles(tmp_path / "b.star", particles.with_half(np.array([1, 2])))
+    halved = text.replace("_the #8\n", "_the #8\n_halfset #9\n").replace("30 \r\n", "30\tA \r\n").replace("30\n", "30\tB\n")
+    assert (tmp_path / "b.star").read_bytes() == halved.encode()
+
+
 STAR = "subtomo_num x_shift y_shift z_shift phi psi the halfset"
 
 
@@ -396,3 +416,26 @@ def test_refused(tmp_path, make, message):
     with pytest.raises(GlocalError, match=message) as error:
         read(make(tmp_path))
     assert "\n" not in str(error.value)
+
+
+def test_tilts_in_columns_of_a_relion_list(tmp_path):
+    """Wedges by tilts survive as columns of our own; weight volumes go before them, and what is no range is refused."""
+    limits = {13: 1, 14: -70, 15: 40.5}
+    particles = read(tbl(tmp_path / "a.tbl", {1: 1, **limits}, {1: 2}, {1: 3, **limits, 13: 2, 16: -60, 17: 60}))
+    write_particles(tmp_path / "b.star", particles)
+    back = read(tmp_path / "b.star")
+    assert back.weight_paths == ((TiltRange(-70.0, 40.5),), None, None)
+    relion = next(f for f in list_formats() if f.key == "relion31")
+    lost = left_behind(particles, relion)
+    assert "wedges of two tilt series or of other axes than y" in lost and "tilt ranges" not in lost
+    write_particles(tmp_path / "c.star", back)
+    assert read(tmp_path / "c.star").weight_paths == back.weight_paths
+    text = "data_\nloop_\n_rlnImageName\n_rlnCtfImage\n_ngTiltMinDeg\n_ngTiltMaxDeg\na.mrc w.mrc -50 60\nb.mrc None {} 60\n"
+    (tmp_path / "d.star").write_text(text.format(-50))
+    assert read(tmp_path / "d.star").weight_paths == (tmp_path / "w.mrc", (TiltRange(-50.0, 60.0),))
+    (tmp_path / "d.star").write_text(text.format(70))
+    with pytest.raises(GlocalError, match="d.star:8: _ngTiltMinDeg 70 and _ngTiltMaxDeg 60: expected -90 <= smallest < largest"):
+        read(tmp_path / "d.star")
+    (tmp_path / "d.star").write_text("data_\nloop_\n_rlnImageName\n_ngTiltMaxDeg\na.mrc 60\n")
+    with pytest.raises(GlocalError, match="no column _ngTiltMinDeg"):
+        read(tmp_path / "d.star")
