@@ -83,6 +83,9 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @_option("--split", key="split", kind=click.Choice(SPLITS), text="Half-sets: as the list says, by particle, or by tomogram.")
 @click.option("--mirror", is_flag=True, default=None, help="The particles have the other hand: start map and mask are mirrored along z.")
 @click.option("--check-hand", is_flag=True, default=None, help="Say at the start whether particles match the start map or its mirror image better.")
+@_option(
+    "--keep-best", key="keep_best_percent", kind=float, text="Average this share of each half only, by score; all are aligned.", metavar="PERCENT"
+)
 @_option("--iterations", key="iterations", kind=int, text="How often to iterate.")
 @click.option(
     "--until-converged/--no-until-converged",

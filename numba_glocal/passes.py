@@ -12,13 +12,14 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .alignment import ChunkResult, SearchPlan
 from .averaging import merge, symmetrise_sums
 from .backends.protocols import WeightedSum
 from .errors import GlocalError, plural
 from .execution.executors import gather_in_order
-from .execution.tasks import AlignTask, ReferenceFile, SumResult, SumTask, run_task
+from .execution.tasks import AlignTask, ReferenceFile, SumResult, SumTask, run_task, write_reference
 from .job import Job, largest_chunk, make_chunks
 from .noise import NoiseModel, ResidualPower, fit_noise
 from .results import RunFolder, RunState
@@ -76,6 +77,7 @@ class Passes:
         )
         self.anchors = job.particles.poses
         self.bad: dict[int, str] = {}
+        self._mask_file: ReferenceFile | None = None
 
     def results(self, title: str, tasks: list[Any]) -> Iterable[tuple[Any, Any]]:
         """Pairs of task and result, in task order."""
@@ -122,6 +124,7 @@ class Passes:
         settings = self.job.settings
         assert isinstance(settings, AlignSettings)
         particles = self.job.particles.with_poses(state.poses)
+        local_mask = self._local_mask()
         tasks = [
             AlignTask(
                 chunk,
@@ -137,6 +140,7 @@ class Passes:
                 self.job.radius_voxels,
                 refine,
                 prior_widths(settings),
+                local_mask,
             )
             for half in HALVES
             for chunk in make_chunks(particles, self.anchors, half, largest=self.largest_chunk)
@@ -146,14 +150,30 @@ class Passes:
             aligned.take(task, result)
         return aligned
 
-    def sums(self, title: str, poses: Poses, noise: dict[int, NoiseModel], symmetry: str | None = None) -> dict[int, WeightedSum]:
-        """Sums of both halves at given poses, each half by itself with the run's symmetry (or the one given)."""
+    def _local_mask(self) -> ReferenceFile | None:
+        """A mask file's mask, where workers need it: flcf's local deviation is taken under it."""
+        settings = self.job.settings
+        if not isinstance(settings, AlignSettings) or settings.score != "flcf" or settings.mask is None:
+            return None
+        if self._mask_file is None:
+            self._mask_file = write_reference(self.folder.iteration_folder(0) / "mask.npy", self.job.mask)
+        return self._mask_file
+
+    def sums(
+        self,
+        title: str,
+        poses: Poses,
+        noise: dict[int, NoiseModel],
+        symmetry: str | None = None,
+        included: NDArray[np.bool_] | None = None,
+    ) -> dict[int, WeightedSum]:
+        """Sums of both halves at given poses, each half by itself with the run's symmetry (or the one given); of all or those `included`."""
         particles = self.job.particles.with_poses(poses)
         turns, grid_turns = grid_factors(symmetry or self.job.settings.symmetry)
         tasks = [
             SumTask(chunk, self.job.reader, noise[half], turns if len(turns) > 1 else None)
             for half in HALVES
-            for chunk in make_chunks(particles, self.anchors, half, self._sum_parts, self._sum_chunk)
+            for chunk in make_chunks(particles, self.anchors, half, self._sum_parts, self._sum_chunk, included)
         ]
         totals: dict[int, WeightedSum] = {}
         for task, result in self.results(title, tasks):

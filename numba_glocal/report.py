@@ -51,6 +51,8 @@ class IterationSummary:
         Poses moved by little of that, and the resolution was no better than before.
     ambiguous : int or None
         Particles with another mode in what was searched, at odds of more than 1 to 100.
+    left_out : int or None
+        Particles that were aligned but are not in the averages, by --keep-best.
     seconds : float or None
         Wall time.
     """
@@ -66,6 +68,7 @@ class IterationSummary:
     shift_sigma_angst: float | None = None
     settled: bool = False
     ambiguous: int | None = None
+    left_out: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +236,9 @@ def summarise(data: ReportData) -> str:
             sentences.append(f"The average reaches a resolution of {_angst(crossing.resolution_angst)} (FSC {data.criterion:g}, {curve}).")
     if data.particle_count is not None:
         halves = f", {data.half_counts[0]} and {data.half_counts[1]} in the two half-sets" if data.half_counts else ""
-        sentences.append(f"It holds {_plural(data.particle_count, 'particle', 'particles')}{halves}.")
+        left_out = data.iterations[-1].left_out if data.iterations else None
+        more = f"; {_plural(left_out, 'more was', 'more were')} aligned and left out by score" if left_out else ""
+        sentences.append(f"It holds {_plural(data.particle_count, 'particle', 'particles')}{halves}{more}.")
     if data.symmetry != "C1":
         had = ""
         if data.symmetry_agreement is not None:
@@ -324,6 +329,7 @@ def _iteration_table(iterations: Sequence[IterationSummary]) -> tuple[list[str],
         ("angle sigma", lambda i: i.angle_sigma_deg, lambda v: f"{v:.2f}\u00b0"),
         ("shift sigma", lambda i: i.shift_sigma_angst, lambda v: f"{v:.2f} \u00c5"),
         ("ambiguous", lambda i: i.ambiguous, str),
+        ("left out", lambda i: i.left_out, str),
         ("time", lambda i: i.seconds, _duration),
     ]
     used = [column for column in formats if any(column[1](i) is not None for i in iterations)]

@@ -102,6 +102,8 @@ class AlignSettings:
         The particles have the other hand: start map and mask are mirrored along z.
     check_hand : bool
         Before the first iteration, say whether particles match the start map or its mirror image better.
+    keep_best_percent : float or None
+        Share of each half, by score, that averages are made of; the others are aligned and listed all the same.
     iterations : int
         At most, with `until_converged`.
     until_converged : bool
@@ -156,6 +158,7 @@ class AlignSettings:
     root: str | None = None
     mirror: bool = False
     check_hand: bool = False
+    keep_best_percent: float | None = None
     iterations: int = 4
     until_converged: bool = False
     seed: int = 0
@@ -220,6 +223,8 @@ class AlignSettings:
             raise SettingsError("--check-hand: compares particles with a start map and its mirror image; expected one (--reference)")
         if self.mirror and self.reference is None and self.mask is None:
             raise SettingsError("--mirror: mirrors start map and mask; expected one of them (--reference, --mask)")
+        if self.keep_best_percent is not None and not 0 < self.keep_best_percent <= 100:
+            raise SettingsError(f"--keep-best: expected more than 0 and at most 100 percent, found {self.keep_best_percent:g}")
         if self.iterations < 1:
             raise SettingsError(f"--iterations: expected 1 or more, found {self.iterations}")
         if self.seed < 0:
