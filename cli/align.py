@@ -16,7 +16,7 @@ from numba_glocal.refinement import Refinement, RunResult
 from numba_glocal.results import RunFolder
 from numba_glocal.schedule import last_iteration
 from numba_glocal.settings import GPU_PRECISIONS, SPLITS, AlignSettings, read_job_file
-from numba_glocal.values import SCORES
+from numba_glocal.values import NOISE_GROUPS, SCORES
 
 from .console import Stage, note, print_facts, say, warn
 from .options import (
@@ -83,6 +83,7 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @_option("--split", key="split", kind=click.Choice(SPLITS), text="Half-sets: as the list says, by particle, or by tomogram.")
 @click.option("--mirror", is_flag=True, default=None, help="The particles have the other hand: start map and mask are mirrored along z.")
 @click.option("--check-hand", is_flag=True, default=None, help="Say at the start whether particles match the start map or its mirror image better.")
+@_option("--noise-groups", key="noise_groups", kind=click.Choice(NOISE_GROUPS), text="Particles that share a noise model and a scale of the signal.")
 @_option(
     "--keep-best", key="keep_best_percent", kind=float, text="Average this share of each half only, by score; all are aligned.", metavar="PERCENT"
 )

@@ -226,6 +226,7 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("particle diameter", f"{job.diameter_angst:.0f} A, from {job.diameter_source}"),
         ("mask", job.mask_name),
         ("symmetry", _symmetry_text(settings.symmetry)),
+        ("noise", str(job.noise_groups)),
         ("data", "premultiplied, weights hold CTF^2 (RELION 4 convention)" if particles.premultiplied else "weights multiply the reference"),
     ]
     facts.append(("wedge", _wedge_text(job)))
@@ -426,6 +427,8 @@ def _write_summary(job: Job, folder: RunFolder, command: str, result: RunResult,
             "resumed": len(legs) - 1,
             "symmetry": settings.symmetry,
             "symmetry_agreement": result.symmetry_agreement,
+            "noise": result.noise,
+            "noise_groups": job.noise_groups.names,
             "settings": {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)},
         },
     )

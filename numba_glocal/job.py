@@ -6,7 +6,7 @@ import math
 import warnings as python_warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ from .io import read_particles, read_volume
 from .io.angle_list import read_angle_list
 from .io.pixel_size import SAME_PIXEL_SIZE
 from .masks import check_mask, mask_offset_voxels, spherical_mask
+from .noise_groups import NoiseGroups, find_noise_groups
 from .particles import ParticleReader, fourier_crop
 from .sampling import distinct_rotations
 from .settings import AlignSettings, AverageSettings
@@ -59,6 +60,8 @@ class Job:
     start_map : (n, n, n) float32 or None
         Low-passed, on the worked grid; None where the start is the average of the given poses, or an earlier iteration.
     warnings : list of str
+    noise_groups : NoiseGroups
+        Of `particles`, which carry them.
     listed_rotations : (a, 3, 3) float64 or None
         Of --angle-list, each once.
     """
@@ -75,6 +78,7 @@ class Job:
     k_limit: float
     start_map: NDArray[np.float32] | None = field(repr=False)
     warnings: list[str]
+    noise_groups: NoiseGroups
     listed_rotations: NDArray[np.float64] | None = field(default=None, repr=False)
 
     @property
@@ -139,6 +143,10 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
             warnings.append(f"--subset {settings.subset}: the half-sets have {sizes[0]} and {sizes[1]} particles; smaller ones are taken whole")
         rows = np.sort(np.concatenate([np.flatnonzero(half == h)[: settings.subset] for h in (1, 2)]))
         particles = particles.take(rows)
+    classical = isinstance(settings, AverageSettings) and settings.weighting == "ctf"
+    groups = find_noise_groups(particles, "none" if classical else settings.noise_groups)
+    if len(groups.names) > 1:
+        particles = replace(particles, noise_groups=groups.index)
     box = particles.box_size
     try:
         binned = binned_box_size(box, settings.binning)
@@ -183,7 +191,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         if settings.angle_list is not None:
             listed = distinct_rotations(read_angle_list(settings.angle_list))
     _check_weights(particles, reader, k_min, k_limit)
-    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings, listed)
+    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings, groups, listed)
 
 
 @contextmanager
@@ -340,6 +348,7 @@ def make_chunks(
                 np.asarray(particles.poses.shifts_angst[part], np.float64),
                 np.asarray(anchors.shifts_angst[part], np.float64),
                 np.asarray(anchors.rotations[part], np.float64),
+                None if particles.noise_groups is None else particles.noise_groups[part],
             )
         )
     return chunks

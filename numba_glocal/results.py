@@ -12,7 +12,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,8 @@ class RunState:
         Log-likelihood above the best other mode of the last search, at most `passes.NO_OTHER_MODE`; None before the first.
     included : (n,) bool or None
         Which particles the averages are made of; None: all that can be used.
+    gains : dict of half to floats
+        Scales of the noise groups' signals; empty: all 1.
     """
 
     iteration: int
@@ -109,6 +111,7 @@ class RunState:
     symmetry_agreement: tuple[float, float] | None = None
     margin: NDArray[np.float64] | None = None
     included: NDArray[np.bool_] | None = None
+    gains: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
 
 class RunFolder:
@@ -425,6 +428,7 @@ class RunFolder:
                             "history": state.history,
                             "scale": state.scale,
                             "symmetry_agreement": state.symmetry_agreement,
+                            "gains": {str(half): gains for half, gains in state.gains.items()},
                         },
                         default=_plain,
                     )
@@ -462,6 +466,7 @@ class RunFolder:
                 tuple(facts["symmetry_agreement"]) if facts.get("symmetry_agreement") else None,
                 stored["margin"],
                 stored["included"] if len(stored["included"]) else None,
+                {int(half): tuple(gains) for half, gains in facts.get("gains", {}).items()},
             )
 
     def write_final(
@@ -579,6 +584,8 @@ def load_report_data(run: Path) -> ReportData:
         resumed=facts.get("resumed", 0),
         symmetry=symmetry,
         symmetry_agreement=facts.get("symmetry_agreement"),
+        noise=facts.get("noise"),
+        noise_groups=facts.get("noise_groups", ()),
         converged=facts.get("converged"),
         provenance=_shown_provenance(folder),
         **maps,

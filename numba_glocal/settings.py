@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SettingsError
-from .values import SCORES
+from .values import NOISE_GROUPS, SCORES
 
 SPLITS = ("file", "particle", "tomogram")
 GPU_PRECISIONS = ("half", "single")
@@ -83,6 +83,8 @@ class AlignSettings:
         Increment and shift range follow the poses' changes; else they stay.
     score : str
         flcf, ncc or ml.
+    noise_groups : str
+        What particles of one noise model have in common: "tomogram", "optics", "none" (one model a half), or "auto".
     highpass_angst, lowpass_angst : float or None
         Limits of the band.
     fsc_criterion : float
@@ -146,6 +148,7 @@ class AlignSettings:
     relax_symmetry: str | None = None
     adaptive: bool = True
     score: str = "ml"
+    noise_groups: str = "auto"
     highpass_angst: float | None = None
     lowpass_angst: float | None = None
     fsc_criterion: float = 0.143
@@ -183,6 +186,7 @@ class AlignSettings:
         object.__setattr__(self, "symmetry", symmetry_name(self.symmetry))
         _one_of("--score", self.score, SCORES)
         _one_of("--split", self.split, SPLITS)
+        _one_of("--noise-groups", self.noise_groups, NOISE_GROUPS)
         _one_of("--tilt-axis", self.tilt_axis, ("x", "y"))
         for option, value in (
             ("--initial-lowpass", self.initial_lowpass_angst),
@@ -291,6 +295,7 @@ class AverageSettings:
     particles: str
     output: str
     weighting: str = "noise"
+    noise_groups: str = "auto"
     mask: str | None = None
     particle_diameter_angst: float | None = None
     soft_edge_voxels: float = 5.0
@@ -323,6 +328,8 @@ class AverageSettings:
         shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("weighting", "premultiplied")}
         AlignSettings(**shared)
         object.__setattr__(self, "symmetry", symmetry_name(self.symmetry))
+        if self.weighting == "ctf" and self.noise_groups in ("tomogram", "optics"):
+            raise SettingsError(f"--noise-groups {self.noise_groups}: matters for --weighting noise only; the classical sums know of no noise")
         if self.premultiplied is not None and self.weighting != "ctf":
             raise SettingsError("--premultiplied: matters for --weighting ctf only; other weights come from the noise itself")
 

@@ -17,6 +17,9 @@ IntArray = NDArray[np.integer[Any]]
 SCORES = ("flcf", "ncc", "ml")
 """Kinds of score (docs/scoring.md, 1)."""
 
+NOISE_GROUPS = ("auto", "none", "tomogram", "optics")
+"""What particles of one noise model have in common (docs/scoring.md, 4)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Volume:
@@ -254,6 +257,8 @@ class ParticleSet:
         Edge of the particle volumes in voxels.
     premultiplied : bool
         True when volumes are already multiplied by their CTF and the weight volume holds CTF^2.
+    noise_groups : (n,) int32 or None
+        Which noise model of its half each particle has; None: there is one.
     source : object
         The document the list came from, with every column, block and digit, so that it can be written back. It has `take`, may have
         `in_volumes`, the name of its format as `format_key`, and ``extras()``, what only that format can hold.
@@ -282,6 +287,7 @@ class ParticleSet:
     pixel_size_source: str
     box_size: int
     premultiplied: bool = False
+    noise_groups: NDArray[np.int32] | None = None
     source: Any = field(default=None, repr=False, compare=False)
     coordinates: Coordinates | None = None
     classes: NDArray[np.int32] | None = None
@@ -358,6 +364,7 @@ class ParticleSet:
             half=self.half[index],
             tomograms=tuple(self.tomograms[i] for i in index),
             groups=self.groups[index],
+            noise_groups=None if self.noise_groups is None else self.noise_groups[index],
             source=source,
             coordinates=None if self.coordinates is None else self.coordinates.take(index),
             classes=None if self.classes is None else self.classes[index],

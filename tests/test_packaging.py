@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("alignment", "averaging", "execution", "devices", "particles", "tilt_images", "simulation"),
     ("backends",),
     ("io", "results", "file_writer", "wedge", "report", "report_template"),
-    ("ctf", "filters", "half_sets", "masks", "noise", "phantom", "pose_prior", "resolution", "sampling", "shifts", "symmetry"),
+    ("ctf", "filters", "half_sets", "masks", "noise", "noise_groups", "phantom", "pose_prior", "resolution", "sampling", "shifts", "symmetry"),
     ("geometry", "fourier"),
     ("values", "settings"),
     ("errors",),

@@ -565,7 +565,7 @@ def _half_sets(block: StarBlock) -> NDArray[np.int8]:
 
 
 def _tomograms(block: StarBlock) -> tuple[str, ...]:
-    for label in ("rlnMicrographName", "rlnTomoName"):
+    for label in ("rlnTomoName", "rlnMicrographName"):  # where there are both, the second may be a name for each particle
         if label in block.labels:
             known: dict[str, str] = {}  # there are few names, and each needs to be there once
             return tuple(known.setdefault(name, name) for name in block.texts(label))
