@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from .execution.tasks import AlignTask, write_reference
 from .filters import mirrored
 from .job import make_chunks
-from .noise import NoiseModel, ResidualPower
+from .noise import GroupResiduals, NoiseModels, add_residuals
 from .passes import HALVES, Passes
 from .results import RunState
 from .schedule import search_plan
@@ -94,7 +94,7 @@ def check_hand(passes: Passes, state: RunState, masked: NDArray[np.float32]) -> 
         "mirrored": write_reference(files["mirrored"], np.ascontiguousarray(mirrored(masked))),
     }
 
-    def tasks(hand: str, noise: dict[int, NoiseModel], search: bool) -> list[AlignTask]:
+    def tasks(hand: str, noise: dict[int, NoiseModels], search: bool) -> list[AlignTask]:
         reference = references[hand] if search else replace(references[hand], scale=1e-12)
         return [
             AlignTask(
@@ -114,10 +114,10 @@ def check_hand(passes: Passes, state: RunState, masked: NDArray[np.float32]) -> 
             for half, chunk in chunks
         ]
 
-    power = {half: ResidualPower.empty(job.grid.binned_box_size // 2 + 1) for half in HALVES}
+    power: dict[int, GroupResiduals] = {half: {} for half in HALVES}
     for task, result in passes.results_of_some("hand: noise", tasks("as given", passes.flat_noise(), False)):
         passes.note_rows([int(some_rows[task.chunk.rows[index]]) for index, _ in result.bad], task, result.bad)
-        power[task.chunk.half] += result.residuals
+        add_residuals(power[task.chunk.half], result.residuals)
     noise = passes.fit_noise(power, state.k_max)
     scores = {}
     for hand in references:
