@@ -22,6 +22,7 @@ from .options import (
     output_option,
     particles_argument,
     pixel_size_option,
+    root_option,
     seed_option,
     subset_option,
     symmetry_option,
@@ -51,6 +52,7 @@ from .running import choose_workers, input_paths, new_folder, plan_facts, run_jo
 @symmetry_option
 @click.option("--fsc-criterion", type=float, default=0.143, show_default=True, help="FSC value at which the resolution is read.")
 @wedge_options
+@root_option
 @click.option("--split", type=click.Choice(SPLITS), default="file", show_default=True, help="Half-sets: of the list, by particle, by tomogram.")
 @click.option("--noise-groups", type=click.Choice(NOISE_GROUPS), default="auto", show_default=True, help="Particles that share a noise model.")
 @click.option("--invert-contrast", is_flag=True, help="Turn black into white.")

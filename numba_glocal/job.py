@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backends.protocols import Grid, ParticleMask
-from .errors import ListError, NoAnglesWarning, SettingsError, VolumeError, plural
+from .errors import NoAnglesWarning, SettingsError, VolumeError, plural
 from .execution.tasks import Chunk
-from .filters import lowpass
+from .filters import lowpass, mirrored
 from .fourier import grid_shells, max_band, padded_offset
 from .half_sets import assign_half_sets
 from .io import read_particles, read_volume
@@ -28,6 +28,7 @@ from .sampling import distinct_rotations
 from .settings import AlignSettings, AverageSettings
 from .shifts import binned_box_size
 from .symmetry import symmetry_agreement
+from .tilt_images import with_tilt_images
 from .values import ParticleSet, Poses, TiltRange
 
 _DEFAULT_DIAMETER_OF_BOX = 0.8
@@ -123,12 +124,13 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         particles = read_particles(
             Path(settings.particles),
             pixel_size_angst=settings.pixel_size_angst,
+            root=settings.root,
             premultiplied=premultiplied,
             particle_names=settings.particle_names,
             wedge_list=settings.wedge_list,
         )
-    if particles.stacks is not None:
-        raise ListError(f"{settings.particles}: a list of stacks of 2-D images is read but not aligned yet; expected a volume for each particle")
+        if particles.stacks is not None:
+            particles = with_tilt_images(particles)
     if particles.volume_axes is not None:
         warnings.append("the volumes are taken to stand as rlnTomoSubtomogramRot/Tilt/Psi turn them, as relion_tomo_subtomo cuts them")
     particles = particles.in_volumes()
@@ -184,6 +186,8 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
             )
         if settings.reference is not None and not resume:
             reference = _start_map(grid, settings.reference, settings.initial_lowpass_angst, particles.pixel_size_source)
+            if settings.mirror:
+                reference = mirrored(reference)
         if settings.angle_list is not None:
             listed = distinct_rotations(read_angle_list(settings.angle_list))
     _check_weights(particles, reader, k_min, k_limit)
@@ -209,7 +213,7 @@ def _check_weights(particles: ParticleSet, reader: ParticleReader, k_min: float,
     band = (shells >= max(1.0, k_min)) & (shells <= k_limit)
     for weight in list(dict.fromkeys(particles.weight_paths))[:_CHECKED_WEIGHTS]:
         if not reader.read_weight(weight)[band].any():
-            name = weight if isinstance(weight, Path) else f"tilts {_tilts(weight)} of the list" if weight else "--tilt-range"
+            name = f"tilts {_tilts(weight)} of the list" if isinstance(weight, tuple) else str(weight or "--tilt-range")
             raise VolumeError(f"{name}: a wedge that leaves nothing in the band; expected weights other than 0 there")
 
 
@@ -235,6 +239,8 @@ def _masks(settings: AlignSettings | AverageSettings, grid: Grid) -> tuple[NDArr
     if settings.mask is not None:
         volume = read_volume(Path(settings.mask))
         mask = check_mask(volume.data, grid.box_size, settings.mask)
+        if getattr(settings, "mirror", False):
+            mask = mirrored(mask)
         mask = np.clip(fourier_crop(mask, n), 0.0, 1.0)
         zyx = np.indices(mask.shape) - n // 2
         radius = float(np.sqrt((zyx**2).sum(0))[mask > 0.5].max(initial=1.0))

@@ -26,6 +26,7 @@ from .filters import filter_average
 from .io import ListFormat, list_formats, read_volume, write_particles, write_volume
 from .io.fsc_star import read_fsc_star, write_fsc_star
 from .io.paths import VolumeFinder, whole_file
+from .io.tilt_series import write_optimisation_set
 from .report import IterationSummary, ReportData, WorkerSummary
 from .settings import AlignSettings, AverageSettings, read_job_file, settings_to_toml
 from .symmetry import angle_modulo_deg
@@ -38,6 +39,7 @@ except ImportError:  # not on Windows
 
 FILES = {
     "particles.star": "poses, half-sets, scores and uncertainties; columns of the input kept",
+    "optimisation_set.star": "names the list and the tomograms file, where particles are stacks of tilt images",
     "particles.xml": "the list in its own format, PyTom's, with the new poses",
     "particles.tbl": "the list in its own format, Dynamo's, with the new poses",
     "particles.em": "the list in its own format, TOM/AV3's, with the new poses",
@@ -59,7 +61,7 @@ FILES = {
 _BEFORE_RESULTS = {"job.toml", "provenance.json", "log.txt", "events.jsonl", "start.npz"}
 _OF_ITERATIONS = {
     *(f"{name}{half}.{suffix}" for name, suffix in (("reference", "npy"), ("half", "mrc"), ("start_map", "mrc")) for half in (1, 2)),
-    *("start_map.mrc", "average.mrc", "fsc.star"),
+    *("start_map.mrc", "average.mrc", "fsc.star", "optimisation_set.star"),
     *(name for name in FILES if name.startswith("particles")),
 }
 
@@ -366,6 +368,8 @@ class RunFolder:
         own = list_format_of(particles)
         if own is None:
             write_particles(folder / "particles.star", particles, known)
+            if particles.stacks is not None and particles.stacks.tomograms_path is not None:
+                write_optimisation_set(folder / "optimisation_set.star", folder / "particles.star", particles.stacks.tomograms_path)
             return
         name = "particles_stopgap.star" if own.suffixes == (".star",) else f"particles{own.suffixes[0]}"
         write_particles(folder / name, particles, known, to=own.key)

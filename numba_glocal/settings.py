@@ -98,6 +98,12 @@ class AlignSettings:
         Tilts of the tomograms, for motive lists.
     split : str
         Half-sets: "file", "particle" or "tomogram".
+    root : str or None
+        Folder that the list's names start from; it goes before the list's own, its parents and the current one.
+    mirror : bool
+        The particles have the other hand: start map and mask are mirrored along z.
+    check_hand : bool
+        Before the first iteration, say whether particles match the start map or its mirror image better.
     keep_best_percent : float or None
         Share of each half, by score, that averages are made of; the others are aligned and listed all the same.
     iterations : int
@@ -152,6 +158,9 @@ class AlignSettings:
     particle_names: str | None = None
     wedge_list: str | None = None
     split: str = "file"
+    root: str | None = None
+    mirror: bool = False
+    check_hand: bool = False
     keep_best_percent: float | None = None
     iterations: int = 4
     until_converged: bool = False
@@ -169,7 +178,7 @@ class AlignSettings:
 
     def __post_init__(self) -> None:
         """Refuses values that mean nothing, by their option's name."""
-        for name in ("particles", "output", "reference", "mask", "angle_list", "particle_names", "wedge_list"):
+        for name in ("particles", "output", "reference", "mask", "angle_list", "particle_names", "wedge_list", "root"):
             try:
                 (getattr(self, name) or "").encode()
             except UnicodeEncodeError:
@@ -214,6 +223,10 @@ class AlignSettings:
                 "--global: orientations are taken as unknown, so there is no average to start from; expected a start map (--reference),"
                 " such as the average.mrc of `numba-glocal average` where the list's poses are good for one"
             )
+        if self.check_hand and self.reference is None:
+            raise SettingsError("--check-hand: compares particles with a start map and its mirror image; expected one (--reference)")
+        if self.mirror and self.reference is None and self.mask is None:
+            raise SettingsError("--mirror: mirrors start map and mask; expected one of them (--reference, --mask)")
         if self.keep_best_percent is not None and not 0 < self.keep_best_percent <= 100:
             raise SettingsError(f"--keep-best: expected more than 0 and at most 100 percent, found {self.keep_best_percent:g}")
         if self.iterations < 1:
@@ -296,6 +309,7 @@ class AverageSettings:
     particle_names: str | None = None
     wedge_list: str | None = None
     split: str = "file"
+    root: str | None = None
     seed: int = 0
     invert_contrast: bool = False
     normalise: bool = True

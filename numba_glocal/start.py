@@ -15,6 +15,7 @@ from .errors import SettingsError
 from .execution.tasks import AlignTask, ReferenceFile, write_reference
 from .file_writer import FileWriter
 from .filters import lowpass
+from .hand import check_hand
 from .io import write_volume
 from .job import make_chunks
 from .noise import GroupResiduals, NoiseModels, add_residuals
@@ -77,6 +78,8 @@ class Start:
             masked = self.maps.masked(symmetrised(job.start_map, self._symmetry))
             if not np.any(masked):
                 raise SettingsError(f"{settings.reference}: nothing is left of it under the mask and low-pass")
+            if settings.check_hand:
+                check_hand(self.passes, state, masked)
             files = {half: write_reference(folder / f"reference{half}.npy", masked) for half in HALVES}
             state = replace(state, scale=self._start_scale(state, files))
             for half in HALVES:

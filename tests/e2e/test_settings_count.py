@@ -157,6 +157,14 @@ SETTINGS = {
     "wedge_list": (lambda t: str(t.wedges), {"particles": "numbered"}, other_poses),
     "split": ("tomogram", {}, other_halves),
     "seed": (5, {"split": "particle"}, other_halves),
+    # two folders hold particles of the same names
+    "root": (lambda t: str(t.elsewhere), {}, other_poses),
+    "mirror": (True, {"initial_lowpass_angst": 50.0}, other_poses),
+    "check_hand": (
+        True,
+        {},
+        lambda base, changed: ['"event": "hand"' in (run / "events.jsonl").read_text() for run in (base, changed)] == [False, True],
+    ),
     "iterations": (2, {}, lambda base, changed: (len(history(base)), len(history(changed))) == (1, 2)),
     "until_converged": (
         True,
@@ -222,6 +230,8 @@ def sets(tmp_path_factory):
             lines.append(line)
     lists["no_weights"] = folder / "no_weights.star"
     lists["no_weights"].write_text("\n".join(lines) + "\n")
+    lists["elsewhere"] = folder / "elsewhere"
+    simulate(lists["elsewhere"], SimulationSettings(count=12, box_size=20, pixel_size_angst=16.0, snr=0.5, seed=7))
     # each turned by half a turn about the reference's z: (R g)^-1 = g^-1 Rz(rot) ..
     turned = gemmi.cif.read(str(made.start))
     for row in turned.find_block("particles").find(["_rlnAngleRot"]):
