@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from types import TracebackType
 from typing import Any
+
+from .interrupt import raise_if_pressed
 
 
 class Verbosity(IntEnum):
@@ -53,6 +57,19 @@ def detail(text: str) -> None:
 def warn(text: str) -> None:
     """A warning (stderr); shown with --quiet too."""
     print(f"numba-glocal: warning: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def shown_warnings() -> Iterator[None]:
+    """Library warnings as one line each."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        previous = warnings.showwarning
+        warnings.showwarning = lambda message, *rest, **more: warn(" ".join(str(message).split()))
+        try:
+            yield
+        finally:
+            warnings.showwarning = previous
 
 
 def print_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:
@@ -120,6 +137,7 @@ class Stage:
         self._bar_task: Any = None
 
     def __enter__(self) -> Stage:
+        raise_if_pressed()
         self._start_s = time.perf_counter()
         if _verbosity >= Verbosity.NORMAL:
             if sys.stderr.isatty():
@@ -131,6 +149,7 @@ class Stage:
     def advance(self, n: int = 1, remark: str | None = None) -> None:
         """Count `n` more; `remark` (rates of single GPUs, for example) stands behind the bar until the next one."""
         self.done += n
+        raise_if_pressed()
         if remark is not None:
             self._remark = remark
         if self._bar is not None:

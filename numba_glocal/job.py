@@ -19,13 +19,15 @@ from .filters import lowpass
 from .fourier import grid_shells, max_band, padded_offset
 from .half_sets import assign_half_sets
 from .io import read_particles, read_volume
+from .io.angle_list import read_angle_list
 from .io.pixel_size import SAME_PIXEL_SIZE
 from .masks import check_mask, mask_offset_voxels, spherical_mask
-from .particles import ParticleReader, TiltRange, fourier_crop
+from .particles import ParticleReader, fourier_crop
+from .sampling import distinct_rotations
 from .settings import AlignSettings, AverageSettings
 from .shifts import binned_box_size
 from .symmetry import symmetry_agreement
-from .values import FloatArray, ParticleSet
+from .values import ParticleSet, Poses, TiltRange
 
 _DEFAULT_DIAMETER_OF_BOX = 0.8
 _CHUNK_BYTES = 512 << 20
@@ -56,6 +58,8 @@ class Job:
     start_map : (n, n, n) float32 or None
         Low-passed, on the worked grid; None where the start is the average of the given poses, or an earlier iteration.
     warnings : list of str
+    listed_rotations : (a, 3, 3) float64 or None
+        Of --angle-list, each once.
     """
 
     settings: AlignSettings | AverageSettings
@@ -70,6 +74,7 @@ class Job:
     k_limit: float
     start_map: NDArray[np.float32] | None = field(repr=False)
     warnings: list[str]
+    listed_rotations: NDArray[np.float64] | None = field(default=None, repr=False)
 
     @property
     def grid(self) -> Grid:
@@ -111,7 +116,13 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     with _kept_in(warnings):
         if isinstance(settings, AlignSettings) and settings.global_search:
             python_warnings.simplefilter("ignore", NoAnglesWarning)
-        particles = read_particles(Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, premultiplied=premultiplied)
+        particles = read_particles(
+            Path(settings.particles),
+            pixel_size_angst=settings.pixel_size_angst,
+            premultiplied=premultiplied,
+            particle_names=settings.particle_names,
+            wedge_list=settings.wedge_list,
+        )
     if particles.stacks is not None:
         raise ListError(f"{settings.particles}: a list of stacks of 2-D images is read but not aligned yet; expected a volume for each particle")
     if particles.volume_axes is not None:
@@ -145,12 +156,12 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         else:
             warnings.append("the list names no wedge or CTF volume and no --tilt-range is given: all of Fourier space is taken as measured")
     elif settings.tilt_range_deg is not None:
-        warnings.append("--tilt-range is not used: every particle of the list names its own wedge or CTF volume")
-    reader = ParticleReader(grid, particle_mask, settings.normalise, settings.invert_contrast, tilt_range)
+        warnings.append("--tilt-range is not used: every particle of the list has its own wedge or CTF volume")
+    reader = ParticleReader(grid, particle_mask, settings.normalise, settings.invert_contrast, tilt_range, settings.flip_tilt)
     size_angst = binned * grid.binned_pixel_size_angst
     k_limit = float(max_band(binned))
     k_min = 0.0
-    reference = None
+    reference = listed = None
     if isinstance(settings, AlignSettings):
         if settings.lowpass_angst is not None:
             k_limit = min(k_limit, size_angst / settings.lowpass_angst)
@@ -167,8 +178,10 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
             raise SettingsError("--score flcf with a --mask file is not supported yet; expected --score ml or ncc, or a spherical mask")
         if settings.reference is not None and not resume:
             reference = _start_map(grid, settings.reference, settings.initial_lowpass_angst, particles.pixel_size_source)
+        if settings.angle_list is not None:
+            listed = distinct_rotations(read_angle_list(settings.angle_list))
     _check_weights(particles, reader, k_min, k_limit)
-    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings)
+    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings, listed)
 
 
 @contextmanager
@@ -188,9 +201,15 @@ def _check_weights(particles: ParticleSet, reader: ParticleReader, k_min: float,
     """The first few weight volumes are read before work starts; a bad one among the others costs its particles only."""
     shells = grid_shells(reader.grid.binned_box_size)
     band = (shells >= max(1.0, k_min)) & (shells <= k_limit)
-    for path in list(dict.fromkeys(particles.weight_paths))[:_CHECKED_WEIGHTS]:
-        if not reader.read_weight(path)[band].any():
-            raise VolumeError(f"{path or '--tilt-range'}: a wedge that leaves nothing in the band; expected weights other than 0 there")
+    for weight in list(dict.fromkeys(particles.weight_paths))[:_CHECKED_WEIGHTS]:
+        if not reader.read_weight(weight)[band].any():
+            name = weight if isinstance(weight, Path) else f"tilts {_tilts(weight)} of the list" if weight else "--tilt-range"
+            raise VolumeError(f"{name}: a wedge that leaves nothing in the band; expected weights other than 0 there")
+
+
+def _tilts(weight: tuple[TiltRange, ...]) -> str:
+    """Tilt ranges in words."""
+    return " and ".join(f"{t.tilt_min_deg:g} to {t.tilt_max_deg:g}" for t in weight)
 
 
 def _masks(settings: AlignSettings | AverageSettings, grid: Grid) -> tuple[NDArray[np.float32], str, ParticleMask, float, str]:
@@ -296,7 +315,7 @@ def largest_chunk(box_size: int) -> int:
     return int(min(128, max(8, _CHUNK_BYTES // particle_bytes(box_size))))
 
 
-def make_chunks(particles: ParticleSet, anchors_angst: FloatArray, half: int, parts: int = 8, largest: int = 128) -> list[Chunk]:
+def make_chunks(particles: ParticleSet, anchors: Poses, half: int, parts: int = 8, largest: int = 128) -> list[Chunk]:
     """Chunks of one half-set: a function of the list and the box alone, so that no result depends on workers or their speed."""
     rows = np.flatnonzero(particles.half == half).astype(np.int64)
     size = int(min(largest, max(8, math.ceil(len(rows) / parts))))
@@ -312,7 +331,8 @@ def make_chunks(particles: ParticleSet, anchors_angst: FloatArray, half: int, pa
                 tuple(particles.weight_paths[i] for i in part),
                 np.asarray(particles.poses.rotations[part], np.float64),
                 np.asarray(particles.poses.shifts_angst[part], np.float64),
-                np.asarray(anchors_angst[part], np.float64),
+                np.asarray(anchors.shifts_angst[part], np.float64),
+                np.asarray(anchors.rotations[part], np.float64),
             )
         )
     return chunks

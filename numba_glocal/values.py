@@ -63,6 +63,38 @@ class Poses:
 
 
 @dataclass(frozen=True, slots=True)
+class TiltRange:
+    """A missing wedge given by the tilts of a series; a tuple of them is the union of what each samples (dual-axis series).
+
+    Attributes
+    ----------
+    tilt_min_deg, tilt_max_deg : float
+        Within -90 .. 90.
+    tilt_axis : {"y", "x"}
+    flip : bool
+        Take tilts with the other sign.
+    turn : (9,) tuple of float, optional
+        Rotation matrix (row by row) that carries the tilt axis and the beam onto those of the particle's volume; None: they are.
+    smooth_voxels : float
+        Width of a cosine edge outside of the sampled region, in voxels of the unbinned spectrum.
+    cutoff_voxels : float
+        Nothing is sampled beyond this radius of the unbinned spectrum; 0: no limit.
+    """
+
+    tilt_min_deg: float
+    tilt_max_deg: float
+    tilt_axis: str = "y"
+    flip: bool = False
+    turn: tuple[float, ...] | None = None
+    smooth_voxels: float = 1.0
+    cutoff_voxels: float = 0.0
+
+
+Weight = Path | tuple[TiltRange, ...]
+"""Where a particle's weights come from: a volume, or the tilts of its series."""
+
+
+@dataclass(frozen=True, slots=True)
 class Coordinates:
     """Where the centres of the particle volumes lie in their tomograms; the particle itself is at centre + shift.
 
@@ -97,6 +129,15 @@ class Coordinates:
         index = np.asarray(index, dtype=np.intp)
         kept = [None if part is None else part[index] for part in (self.voxels, self.centred_angst)]
         return Coordinates(kept[0], kept[1], self.voxel_size_angst[index], self.centre_voxels[index])
+
+    def counted_in(self, voxel_size_angst: float) -> Coordinates:
+        """The same places in voxels of another size; as they are where the size of theirs is unknown."""
+        voxels = self.as_voxels()
+        scale = np.where(np.isfinite(self.voxel_size_angst), self.voxel_size_angst / voxel_size_angst, 1.0)
+        if np.abs(scale - 1).max(initial=0) <= 1e-6:
+            return self
+        size = np.where(np.isfinite(self.voxel_size_angst), voxel_size_angst, np.nan)
+        return Coordinates(voxels * scale[:, None], self.centred_angst, size, self.centre_voxels * scale[:, None])
 
     def as_voxels(self) -> FloatArray:
         """(n, 3) from the first voxel's centre; rows of ``nan`` where the tomogram's centre or voxel size is needed and unknown."""
@@ -144,8 +185,9 @@ class ParticleSet:
         Particle volumes as the list names them, kept byte for byte.
     volume_paths : sequence of Path
         Where those volumes were found.
-    weight_paths : sequence of (Path or None)
-        Wedge, CTF or CTF^2 volume of each particle (``rlnCtfImage``), None when the list has none.
+    weight_paths : sequence of (Path, tuple of TiltRange, or None)
+        Wedge, CTF or CTF^2 volume of each particle (``rlnCtfImage``), or its tilts where the list gives a wedge by angles; None
+        when the list has neither.
     poses : Poses
         Current poses.
     half : (n,) int8
@@ -170,8 +212,6 @@ class ParticleSet:
     classes : (n,) int32 or None
     scores : (n,) float64 or None
         Of the program that wrote the list; higher is better, ``nan`` where there is none.
-    tilt_ranges_deg : (n, 2) float64 or None
-        Missing wedge by its lowest and highest tilt, where a list says it so and names no weight volume; ``nan`` where it does not.
     volume_axes : (n, 3, 3) float64 or None
         Where volumes were cut along axes of their own (RELION's pseudo-subtomograms): the rotation from the volume's axes to the
         tomogram's. None: the volumes stand as the tomograms do. `poses` are about the tomogram's axes until `in_volumes` is called.
@@ -183,7 +223,7 @@ class ParticleSet:
 
     names: tuple[str, ...]
     volume_paths: Sequence[Path]
-    weight_paths: Sequence[Path | None]
+    weight_paths: Sequence[Weight | None]
     poses: Poses
     half: NDArray[np.int8]
     tomograms: tuple[str, ...]
@@ -196,13 +236,27 @@ class ParticleSet:
     coordinates: Coordinates | None = None
     classes: NDArray[np.int32] | None = None
     scores: FloatArray | None = None
-    tilt_ranges_deg: FloatArray | None = None
     volume_axes: FloatArray | None = None
     stacks: TiltStacks | None = None
     pixel_sizes_angst: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def tilt_ranges_deg(self) -> FloatArray | None:
+        """(n, 2) lowest and highest tilt about y of particles whose list gives a wedge by such angles, ``nan`` for others; None without any."""
+        ranges = np.full((len(self), 2), np.nan)
+        for row, weight in enumerate(self.weight_paths):
+            if isinstance(weight, tuple) and len(weight) == 1 and weight[0].tilt_axis == "y" and weight[0].turn is None:
+                low, high = weight[0].tilt_min_deg, weight[0].tilt_max_deg
+                ranges[row] = (-high, -low) if weight[0].flip else (low, high)
+        return None if np.isnan(ranges).all() else ranges
+
+    def shifts_voxels(self) -> FloatArray:
+        """(n, 3) shifts in voxels of the particle volumes."""
+        sizes = np.full(len(self), self.pixel_size_angst) if self.pixel_sizes_angst is None else self.pixel_sizes_angst
+        return self.poses.shifts_angst / sizes[:, None]
 
     def with_poses(self, poses: Poses) -> ParticleSet:
         """The same particles at other poses."""
@@ -248,7 +302,6 @@ class ParticleSet:
             coordinates=None if self.coordinates is None else self.coordinates.take(index),
             classes=None if self.classes is None else self.classes[index],
             scores=None if self.scores is None else self.scores[index],
-            tilt_ranges_deg=None if self.tilt_ranges_deg is None else self.tilt_ranges_deg[index],
             volume_axes=None if self.volume_axes is None else self.volume_axes[index],
             stacks=None if self.stacks is None else self.stacks.take(index),
             pixel_sizes_angst=None if self.pixel_sizes_angst is None else self.pixel_sizes_angst[index],

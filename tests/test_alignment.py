@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.spatial.transform import Rotation
 
-from numba_glocal.alignment import SEEDS, SearchPlan, align_chunk, angular_resolution_deg, search_levels, shift_step_angst
+from numba_glocal.alignment import MODES, SEEDS, SearchPlan, align_chunk, angular_resolution_deg, search_levels, shift_step_angst
 from numba_glocal.backends.protocols import Candidates, ParticleBatch, PoseEstimates
 from numba_glocal.noise import ResidualPower
 from numba_glocal.sampling import shift_ball
@@ -25,7 +25,7 @@ def test_levels_go_from_coarse_to_the_full_band(increment, shells, reach, k_max,
     levels = search_levels(SearchPlan(increment, shells, reach, k_max), box, 4.0, radius_share * box)
     bands = [level.k_max for level in levels]
     assert bands == sorted(bands) and bands[-1] == np.floor(k_max)
-    assert levels[-1].keep == 1 and all(level.keep == SEEDS for level in levels[:-1])
+    assert levels[-1].keep == MODES and all(level.keep == SEEDS for level in levels[:-1])
     assert levels[0].shift_radius_angst == reach
     assert len(levels) < 12
     for level in levels:
@@ -70,7 +70,8 @@ class FakeSession:
     def __init__(self, fail=()):
         self.fail, self.levels, self.searched_from = list(fail), [], []
 
-    def load(self, particles):
+    def load(self, particles, prior=None):
+        self.prior = prior
         return [(index, "it is constant") for index in self.fail]
 
     def search(self, starts, anchor_angst, level):

@@ -20,11 +20,14 @@ CLI = ROOT / "cli"
 # From the top of the house to the bottom; a room imports from its own storey and from those below. A new module or folder gets its place here.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
-    ("job", "refinement"),
+    ("refinement",),
+    ("start",),
+    ("passes", "reference_maps", "schedule"),
+    ("job",),
     ("alignment", "averaging", "execution", "devices", "particles", "simulation"),
     ("backends",),
-    ("io", "results", "wedge", "report", "report_template"),
-    ("filters", "half_sets", "masks", "noise", "phantom", "resolution", "sampling", "shifts", "symmetry"),
+    ("io", "results", "file_writer", "wedge", "report", "report_template"),
+    ("filters", "half_sets", "masks", "noise", "phantom", "pose_prior", "resolution", "sampling", "shifts", "symmetry"),
     ("geometry", "fourier"),
     ("values", "settings"),
     ("errors",),

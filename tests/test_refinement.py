@@ -7,7 +7,8 @@ import time
 import pytest
 
 from numba_glocal.errors import InputError
-from numba_glocal.refinement import FileWriter, gpu_sum_chunk
+from numba_glocal.file_writer import FileWriter
+from numba_glocal.passes import gpu_sum_chunk
 
 
 def test_files_are_there_when_the_block_ends_and_in_order():

@@ -18,6 +18,8 @@ from ..io.paths import whole_file
 from ..masks import sphere_mean_square
 from ..noise import NoiseModel
 from ..particles import ParticleReader
+from ..pose_prior import PosePrior, PriorWidths
+from ..values import Weight
 from .pinning import WorkerInfo
 
 _SESSIONS = 2
@@ -38,16 +40,19 @@ class Chunk:
         Poses to start from.
     anchors_angst : (p, 3) float64
         Centres of the hard shift limit.
+    anchor_rotations : (p, 3, 3) float64
+        Orientations that a prior is about.
     """
 
     half: int
     rows: NDArray[np.int64]
     names: tuple[str, ...]
     volume_paths: tuple[Path, ...]
-    weight_paths: tuple[Path | None, ...]
+    weight_paths: tuple[Weight | None, ...]
     rotations: NDArray[np.float64]
     shifts_angst: NDArray[np.float64]
     anchors_angst: NDArray[np.float64]
+    anchor_rotations: NDArray[np.float64]
 
     def __len__(self) -> int:
         return len(self.names)
@@ -85,6 +90,7 @@ class AlignTask:
     plan: SearchPlan | None
     radius_voxels: float
     refine: bool
+    prior: PriorWidths = PriorWidths()
 
     @property
     def affinity(self) -> tuple[str, ...]:
@@ -224,11 +230,12 @@ def run_align(task: AlignTask) -> ChunkResult:
     grid = task.reader.grid
     levels = () if task.plan is None else search_levels(task.plan, grid.binned_box_size, grid.binned_pixel_size_angst, task.radius_voxels)
     batch = task.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths)
-    everywhere = task.plan is not None and task.plan.everywhere
     evidence = 0.0
-    if everywhere and task.score == "ml":
+    if levels and task.score == "ml":
         evidence = sphere_mean_square(grid.binned_box_size, task.particle_mask.radius_voxels, task.particle_mask.soft_edge_voxels)
-    return align_chunk(session, batch, chunk.rotations, chunk.shifts_angst, chunk.anchors_angst, levels, task.refine, everywhere, evidence)
+    prior = PosePrior.about(task.prior, chunk.anchor_rotations, chunk.anchors_angst)
+    poses = chunk.rotations, chunk.shifts_angst, chunk.anchors_angst
+    return align_chunk(session, batch, *poses, levels, task.refine, task.plan, evidence, prior)
 
 
 def run_sum(task: SumTask) -> SumResult:

@@ -6,7 +6,7 @@ A format is a `ListFormat` in the registry; a later one adds itself with `regist
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,13 @@ from numpy.typing import ArrayLike
 
 from ..errors import InputError, ListError
 from ..values import ParticleSet
+from .dynamo import read_dynamo_particles, write_dynamo_particles
+from .motive_list import read_motive_list, write_motive_list
+from .pytom import read_pytom_particles, write_pytom_particles
 from .relion import read_relion_particles, write_relion_particles
+from .relion_tomo import with_tomograms
 from .relion_versions import VERSIONS, RelionVersion, lost_in_version, write_version
+from .stopgap import is_stopgap, read_stopgap_particles, write_stopgap_particles
 from .volumes import read_header, read_volume, write_volume
 
 HELD = {
@@ -32,6 +37,9 @@ HELD = {
     "stacks": "that particles are stacks of 2-D images",
 }
 """What a list can hold beside names and poses, and how it is called in messages."""
+
+NUMBERED_OPTIONS = ("particle_names", "wedge_list")
+"""Options of `read_particles` for lists that number particles and tomograms, and name no files."""
 
 _HEAD_BYTES = 65536
 
@@ -59,6 +67,11 @@ class ListFormat:
     leaves : callable or None
         ``leaves(particles) -> list of str``: what else it cannot take over of these particles, as words. None: whatever their
         source says that only lists of its own kind hold.
+    scales : bool
+        Coordinates have voxels of their own size there (RELION). Else the writer gets them in the particles' voxels, in which such lists
+        count shifts, so that coordinate + shift is a place.
+    takes : frozenset of str
+        Of `NUMBERED_OPTIONS`: what the reader takes beside the options of all.
     """
 
     name: str
@@ -69,6 +82,8 @@ class ListFormat:
     recognises: Callable[[bytes], bool] | None = None
     holds: frozenset[str] = frozenset()
     leaves: Callable[[ParticleSet], list[str]] | None = None
+    scales: bool = False
+    takes: frozenset[str] = frozenset()
 
 
 _FORMATS: list[ListFormat] = []
@@ -150,7 +165,8 @@ def read_particles(path: str | Path, **options: Any) -> ParticleSet:
     path : path
         The list.
     **options
-        ``pixel_size_angst``, ``root``, ``premultiplied``, ``require_volumes`` as `read_relion_particles`.
+        ``pixel_size_angst``, ``root``, ``premultiplied``, ``require_volumes`` as `read_relion_particles`; ``particle_names``, a template
+        for the files of lists that only number particles, and ``wedge_list``, the tilts of their tomograms.
 
     Returns
     -------
@@ -167,6 +183,11 @@ def read_particles(path: str | Path, **options: Any) -> ParticleSet:
     list_format = format_of_file(path)
     if list_format.read is None:
         raise ListError(f"{path}: a {list_format.name} is not read yet; expected {_known('read')}")
+    for option in NUMBERED_OPTIONS:
+        if options.get(option) is None or option not in list_format.takes:
+            if options.pop(option, None) is not None:
+                takers = ", ".join(f.name for f in _FORMATS if option in f.takes)
+                raise InputError(f"{path}: a {list_format.name} takes no --{option.replace('_', '-')}; that is for: {takers}")
     return list_format.read(path, **options)
 
 
@@ -188,9 +209,13 @@ def write_particles(path: str | Path, particles: ParticleSet, extra_columns: Map
     ListError, InputError
         A format that is not written, or a file that cannot be.
     """
-    write = format_to_write(path, particles, to).write
-    assert write is not None
-    write(Path(path), particles, extra_columns)
+    list_format = format_to_write(path, particles, to)
+    assert list_format.write is not None
+    places, pixel_size = particles.coordinates, particles.pixel_size_angst
+    is_own = getattr(particles.source, "format_key", None) == list_format.key
+    if places is not None and not (list_format.scales or is_own) and np.isfinite(pixel_size):
+        particles = replace(particles, coordinates=places.counted_in(pixel_size))
+    list_format.write(Path(path), particles, extra_columns)
 
 
 def left_behind(particles: ParticleSet, target: ListFormat) -> list[str]:
@@ -203,8 +228,8 @@ def left_behind(particles: ParticleSet, target: ListFormat) -> list[str]:
         "half": bool(particles.half.any()),
         "classes": particles.classes is not None,
         "scores": particles.scores is not None and bool(np.isfinite(particles.scores).any()),
-        "weights": any(path is not None for path in particles.weight_paths),
-        "tilt_ranges": particles.tilt_ranges_deg is not None and bool(np.isfinite(particles.tilt_ranges_deg).any()),
+        "weights": any(isinstance(weight, Path) for weight in particles.weight_paths),
+        "tilt_ranges": any(isinstance(weight, tuple) for weight in particles.weight_paths),
         "pixel_size": bool(np.isfinite(particles.pixel_size_angst)),
         "volume_axes": particles.volume_axes is not None,
         "stacks": particles.stacks is not None,
@@ -236,12 +261,10 @@ def _of_version(version: RelionVersion) -> ListFormat:
         key=version.key,
         holds=holds,
         leaves=lambda particles: lost_in_version(particles, version),
+        scales=True,
     )
 
 
-register_format(ListFormat("PyTom particle list", (".xml",)))
-register_format(ListFormat("Dynamo table", (".tbl",)))
-register_format(ListFormat("TOM/AV3 motive list", (".em",)))
 register_format(
     ListFormat(
         "RELION STAR",
@@ -249,12 +272,57 @@ register_format(
         read_relion_particles,
         write_relion_particles,
         key="relion",
-        holds=_RELION_HOLDS,
-        leaves=lambda particles: [],
+        holds=_RELION_HOLDS | {"volume_axes", "stacks"},
+        leaves=lambda particles: lost_in_version(particles, None),
+        scales=True,
     )
 )
 for _version in VERSIONS:
     register_format(_of_version(_version))
+register_format(
+    ListFormat(
+        "PyTom particle list",
+        (".xml",),
+        read_pytom_particles,
+        write_pytom_particles,
+        key="pytom",
+        holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "tilt_ranges"}),
+    )
+)
+register_format(
+    ListFormat(
+        "Dynamo table",
+        (".tbl",),
+        read_dynamo_particles,
+        write_dynamo_particles,
+        key="dynamo",
+        holds=frozenset({"tomograms", "coordinates", "classes", "scores", "tilt_ranges", "pixel_size"}),
+        takes=frozenset({"particle_names"}),
+    )
+)
+register_format(
+    ListFormat(
+        "STOPGAP motive list",
+        (".star",),
+        read_stopgap_particles,
+        write_stopgap_particles,
+        key="stopgap",
+        recognises=is_stopgap,
+        holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores"}),
+        takes=frozenset({"particle_names", "wedge_list"}),
+    )
+)
+register_format(
+    ListFormat(
+        "TOM/AV3 motive list",
+        (".em",),
+        read_motive_list,
+        write_motive_list,
+        key="av3",
+        holds=frozenset({"tomograms", "coordinates", "classes", "scores"}),
+        takes=frozenset({"particle_names", "wedge_list"}),
+    )
+)
 
 __all__ = [
     "HELD",
@@ -267,6 +335,7 @@ __all__ = [
     "read_particles",
     "read_volume",
     "register_format",
+    "with_tomograms",
     "write_particles",
     "write_volume",
 ]

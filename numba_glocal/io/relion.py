@@ -40,6 +40,7 @@ ANGLES = ("rlnAngleRot", "rlnAngleTilt", "rlnAnglePsi")
 ORIGINS_ANGST = ("rlnOriginXAngst", "rlnOriginYAngst", "rlnOriginZAngst")
 ORIGINS_PIXEL = ("rlnOriginX", "rlnOriginY", "rlnOriginZ")
 _NAMES_30 = ("", "images", "particles")
+NO_TILT_RANGES = "a RELION list has no tilt ranges: wedges that are given by angles are left out; give --tilt-range when it is used"
 # columns whose meaning a `ParticleSet` carries
 _UNDERSTOOD = frozenset(
     (
@@ -132,7 +133,6 @@ def read_relion_particles(
     root: str | Path | None = None,
     premultiplied: bool | None = None,
     require_volumes: bool = True,
-    tomograms: str | Path | None = None,
 ) -> ParticleSet:
     """Read a RELION or Warp list of particles.
 
@@ -148,8 +148,6 @@ def read_relion_particles(
         Goes before ``rlnCtfDataAreCtfPremultiplied``.
     require_volumes : bool
         False reads a list whose volumes are elsewhere, or that names none (coordinates only); box size 0 when then nobody knows it.
-    tomograms : path, optional
-        File of the tomograms; it goes before that of an optimisation set.
 
     Returns
     -------
@@ -162,7 +160,6 @@ def read_relion_particles(
         One line with file, line, what was expected and what was found.
     """
     document, tomograms_path = follow_optimisation_set(path, root)
-    tomograms_path = tomograms_path if tomograms is None else Path(tomograms)
     path = document.path or path
     block, optics = _tables(document)
     if not block.n_rows:
@@ -298,9 +295,6 @@ def _tables(document: StarDocument) -> tuple[StarBlock, StarBlock | None]:
     for block in document.blocks:
         if block.name != "particles" and ("rlnTomoProjX" in block or "rlnTomoTiltSeriesName" in block):
             raise ListError(f"{path}: a file of tomograms (data_{block.name}), expected a list of particles or an optimisation set")
-    for block in document.blocks:
-        if block.name.startswith("stopgap_"):
-            raise ListError(f"{path}: a STOPGAP list (data_{block.name}) is not read yet; expected a RELION list")
     optics = document["optics"] if "optics" in document else None
     if optics is not None and not optics.n_rows:
         raise ListError(f"{optics.where()}: data_optics has no rows")
@@ -506,7 +500,10 @@ def _origins_angst(block: StarBlock, pixel_size_angst: NDArray[np.float64]) -> N
     has_angst = any(label in block.labels for label in ORIGINS_ANGST)
     has_pixel = any(label in block.labels for label in ORIGINS_PIXEL)
     if not has_angst:
-        return triples(block, ORIGINS_PIXEL) * pixel_size_angst[:, None]
+        pixels = triples(block, ORIGINS_PIXEL)
+        if pixels.any() and not np.isfinite(pixel_size_angst).all():
+            raise InputError(f"{block.path}: origins in pixels, and no pixel size in the list; give it as an option")
+        return np.where(pixels == 0, 0.0, pixels * pixel_size_angst[:, None])
     angst = triples(block, ORIGINS_ANGST)
     if has_pixel:
         differ = _origins_differ(angst, triples(block, ORIGINS_PIXEL), pixel_size_angst)
@@ -596,7 +593,8 @@ def _write_shifts(block: StarBlock, shifts: NDArray[Any], pixel_size_angst: NDAr
             changed = changed | _origins_differ(-shifts, triples(block, ORIGINS_PIXEL), pixel_size_angst)
         if changed.any():
             for axis, label in enumerate(ORIGINS_PIXEL):
-                _set_rows(block, label, -shifts[:, axis] / pixel_size_angst, changed)
+                pixels = np.divide(-shifts[:, axis], pixel_size_angst, out=np.zeros(len(shifts)), where=shifts[:, axis] != 0)
+                _set_rows(block, label, pixels, changed)
 
 
 def _pixel_sizes(particles: ParticleSet) -> NDArray[Any]:
@@ -667,6 +665,8 @@ def new_relion_source(particles: ParticleSet, folder: Path) -> RelionSource:
         columns |= {label: [f"{v:.6f}" for v in values[:, axis].tolist()] for axis, label in enumerate(labels)}
     columns |= {label: ["0.000000"] * n for label in ANGLES}
     columns["rlnImageName"] = particles.names
+    if any(isinstance(weight, tuple) for weight in particles.weight_paths):
+        warnings.warn(NO_TILT_RANGES, stacklevel=3)
     paths = [path if isinstance(path, Path) else None for path in particles.weight_paths]
     if any(path is not None for path in paths):
         columns["rlnCtfImage"] = ["None" if path is None else _beside(path, folder) for path in paths]

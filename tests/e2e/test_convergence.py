@@ -8,7 +8,7 @@ import mrcfile
 import numpy as np
 import pytest
 
-from numba_glocal.refinement import has_converged, has_settled
+from numba_glocal.schedule import has_converged, has_settled
 
 AT_MOST = 9
 

@@ -11,8 +11,8 @@ import pytest
 from numba_glocal.errors import SettingsError, VolumeError
 from numba_glocal.io import read_volume, write_volume
 from numba_glocal.io.mrc import mrc_bytes
-from numba_glocal.values import Volume
-from numba_glocal.wedge import half_layout, read_weight_volume, tilt_range_weights, wedge_to_tilt_range
+from numba_glocal.values import TiltRange, Volume
+from numba_glocal.wedge import half_layout, read_weight_volume, tilt_range_weights, union_weights, wedge_to_tilt_range
 
 RNG = np.random.default_rng(11)
 
@@ -229,3 +229,47 @@ def test_em_weights(tmp_path):
     assert read_volume(tmp_path / "w.em").box_size == 8
     np.testing.assert_array_equal(read_weight_volume(tmp_path / "w.em", 8), full[:, :, :5].astype(np.float32))
     np.testing.assert_array_equal(half_layout(full[:5], 8), full[:, :, :5].astype(np.float32))
+
+
+# ---- tilt ranges as lists give them
+
+
+def _rotation(axis, deg):
+    c, s = np.cos(np.deg2rad(deg)), np.sin(np.deg2rad(deg))
+    return np.array({"x": [[1, 0, 0], [0, c, -s], [0, s, c]], "z": [[c, -s, 0], [s, c, 0], [0, 0, 1]]}[axis])
+
+
+@pytest.mark.parametrize("n", [16, 17])
+@pytest.mark.parametrize("angles", [(90, 0, 0), (30, 0, 0), (20, -35, 10)])
+def test_a_turned_series_against_its_own_planes(n, angles):
+    """Every direction that a plane of a turned series holds is sampled, and those 4 degrees outside are not."""
+    z1, z2, x = angles
+    turn = _rotation("z", z2) @ _rotation("x", x) @ _rotation("z", z1)
+    weights = union_weights(n, [TiltRange(-20, 60, turn=tuple(turn.ravel()), smooth_voxels=0)])
+    kx, ky, kz = _frequencies(n)
+    k = np.stack([kx, ky, kz], -1)
+    # normal of the plane that tilt t samples: it holds the turned tilt axis and the turned direction (cos t, 0, -sin t)
+    axis = turn @ [0, 1, 0]
+    inside = (np.abs(k).max(-1) < n // 2) & (np.linalg.norm(np.cross(k, axis), axis=-1) > 3)
+    for tilts, expected in ((np.arange(-19, 59.5, 0.5), 1), (np.concatenate([np.arange(-86, -24, 0.5), np.arange(64, 90, 0.5)]), 0)):
+        marked = np.zeros(k.shape[:3], bool)
+        for t in np.deg2rad(tilts):
+            normal = np.cross(axis, turn @ [np.cos(t), 0, -np.sin(t)])
+            marked |= np.abs(k @ normal) < 0.05
+        marked &= inside
+        assert marked.sum() > 100
+        assert (weights[marked] == expected).all()
+
+
+def test_union_and_cutoff_and_flip():
+    n = 16
+    kx, ky, kz = _frequencies(n)
+    one, other = TiltRange(-60, 60, smooth_voxels=0), TiltRange(-50, 40, "x", smooth_voxels=0)
+    both = union_weights(n, [one, other])
+    np.testing.assert_array_equal(both, np.maximum(tilt_range_weights(n, -60, 60), tilt_range_weights(n, -50, 40, tilt_axis="x")))
+    cut = union_weights(n, [TiltRange(-60, 60, smooth_voxels=0, cutoff_voxels=5)])
+    np.testing.assert_array_equal(cut, np.where(kx**2 + ky**2 + kz**2 <= 25, tilt_range_weights(n, -60, 60), 0))
+    # a quarter turn about the beam is the x axis, and the plain weights to the voxel
+    quarter = union_weights(n, [TiltRange(-60, 40, turn=tuple(_rotation("z", -90).ravel()), smooth_voxels=0)])
+    np.testing.assert_array_equal(quarter, tilt_range_weights(n, -60, 40, tilt_axis="x"))
+    np.testing.assert_array_equal(union_weights(n, [TiltRange(-60, 40, flip=True, smooth_voxels=0)]), tilt_range_weights(n, -40, 60))

@@ -1,0 +1,217 @@
+"""Passes over all particles: the tasks of a search, of residuals or of averages, given to the executor and their results put together."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from .alignment import ChunkResult, SearchPlan
+from .averaging import merge, symmetrise_sums
+from .backends.protocols import WeightedSum
+from .errors import GlocalError, plural
+from .execution.executors import gather_in_order
+from .execution.tasks import AlignTask, ReferenceFile, SumResult, SumTask, run_task
+from .job import Job, largest_chunk, make_chunks
+from .noise import NoiseModel, ResidualPower, fit_noise
+from .results import RunFolder, RunState
+from .schedule import prior_widths
+from .settings import AlignSettings
+from .symmetry import grid_factors
+from .values import Poses
+
+_log = logging.getLogger("numba_glocal")
+
+HALVES = (1, 2)
+NO_OTHER_MODE = 1000.0
+"""Margin of a particle whose search met no second mode; a number, because lists hold numbers."""
+# A partial sum is as large as a padded map: few, large chunks. A GPU adds so fast that handing over the sum is what costs.
+_SUM_PARTS, _SUM_CHUNK = 4, 512
+_GPU_SUM_PARTS, _GPU_SUM_CHUNK, _GPU_SUM_BYTES = 1, (64, 1024), 4 << 30
+
+
+class Advance(Protocol):
+    """A running stage that is told of progress."""
+
+    def advance(self, count: int = 1) -> None:
+        """`count` more particles are done."""
+
+
+Stage = Callable[[str, int], AbstractContextManager[Advance]]
+
+
+class Passes:
+    """What runs over the particles of one job.
+
+    Parameters
+    ----------
+    job : Job
+    executor : Executor
+    folder : RunFolder
+    stage : callable
+        ``stage(title, particles)`` makes a progress display.
+    chunk_limit : int, optional
+        Particles of a search task, at most; by default what a CPU worker holds.
+
+    Attributes
+    ----------
+    bad : dict of row to reason
+        Particles that cannot be used.
+    anchors : Poses
+        Those of the list, which limits and priors are about.
+    """
+
+    def __init__(self, job: Job, executor: Executor, folder: RunFolder, stage: Stage, chunk_limit: int | None = None) -> None:
+        self.job, self.executor, self.folder, self.stage = job, executor, folder, stage
+        self.largest_chunk = chunk_limit or largest_chunk(job.grid.binned_box_size)
+        self._sum_parts, self._sum_chunk = (
+            (_SUM_PARTS, _SUM_CHUNK) if chunk_limit is None else (_GPU_SUM_PARTS, gpu_sum_chunk(job.grid.binned_box_size))
+        )
+        self.anchors = job.particles.poses
+        self.bad: dict[int, str] = {}
+
+    def results(self, title: str, tasks: list[Any]) -> Iterable[tuple[Any, Any]]:
+        """Pairs of task and result, in task order."""
+        total = sum(len(task.chunk) for task in tasks)
+        begun = time.perf_counter()
+        with self.stage(title, total) as running:
+            results = gather_in_order(self.executor, run_task, tasks, progress=lambda task, result: running.advance(len(task.chunk)))
+            for task, result in zip(tasks, results, strict=True):
+                self._note_bad(task, result.bad)
+                yield task, result
+        self.folder.event("stage", title=title, particles=total, seconds=round(time.perf_counter() - begun, 3))
+
+    def results_of_some(self, title: str, tasks: list[AlignTask]) -> Iterable[tuple[AlignTask, ChunkResult]]:
+        """As `_results`, for particles taken out of their set, whose rows are not those of the set."""
+        with self.stage(title, sum(len(task.chunk) for task in tasks)) as running:
+            results = gather_in_order(self.executor, run_task, tasks, progress=lambda task, result: running.advance(len(task.chunk)))
+            yield from zip(tasks, results, strict=True)
+
+    def _note_bad(self, task: Any, bad: list[tuple[int, str]]) -> None:
+        self.note_rows([int(task.chunk.rows[index]) for index, _ in bad], task, bad)
+
+    def note_rows(self, rows: list[int], task: Any, bad: list[tuple[int, str]]) -> None:
+        """`rows` of the whole set are unusable."""
+        for row, (index, reason) in zip(rows, bad, strict=True):
+            if row not in self.bad:
+                self.bad[row] = reason
+                _log.warning("particle %s is left out: %s", task.chunk.names[index], reason)
+                self.folder.event("bad_particle", name=task.chunk.names[index], reason=reason)
+        if len(self.bad) > self.job.max_bad:
+            shown = "; ".join(f"{self.job.particles.names[row]}: {reason}" for row, reason in list(self.bad.items())[:3])
+            raise GlocalError(f"{plural(len(self.bad), 'particle')} cannot be used, at most {self.job.max_bad} are tolerated (--max-bad): {shown}")
+
+    def align(
+        self,
+        title: str,
+        state: RunState,
+        references: dict[int, ReferenceFile],
+        noise: dict[int, NoiseModel],
+        k_max: float,
+        plan: SearchPlan | None,
+        refine: bool,
+    ) -> Aligned:
+        """One pass of align tasks over both halves."""
+        settings = self.job.settings
+        assert isinstance(settings, AlignSettings)
+        particles = self.job.particles.with_poses(state.poses)
+        tasks = [
+            AlignTask(
+                chunk,
+                self.job.reader,
+                references[half],
+                self.job.particle_mask,
+                noise[half],
+                settings.score,
+                self.job.k_min,
+                k_max,
+                math.inf if settings.max_shift_angst is None else settings.max_shift_angst,
+                plan,
+                self.job.radius_voxels,
+                refine,
+                prior_widths(settings),
+            )
+            for half in HALVES
+            for chunk in make_chunks(particles, self.anchors, half, largest=self.largest_chunk)
+        ]
+        aligned = Aligned(state, self.job.grid.binned_box_size // 2 + 1)
+        for task, result in self.results(title, tasks):
+            aligned.take(task, result)
+        return aligned
+
+    def sums(self, title: str, poses: Poses, noise: dict[int, NoiseModel], symmetry: str | None = None) -> dict[int, WeightedSum]:
+        """Sums of both halves at given poses, each half by itself with the run's symmetry (or the one given)."""
+        particles = self.job.particles.with_poses(poses)
+        turns, grid_turns = grid_factors(symmetry or self.job.settings.symmetry)
+        tasks = [
+            SumTask(chunk, self.job.reader, noise[half], turns if len(turns) > 1 else None)
+            for half in HALVES
+            for chunk in make_chunks(particles, self.anchors, half, self._sum_parts, self._sum_chunk)
+        ]
+        totals: dict[int, WeightedSum] = {}
+        for task, result in self.results(title, tasks):
+            assert isinstance(result, SumResult)
+            half = task.chunk.half
+            totals[half] = merge([totals[half], result.sums]) if half in totals else merge([result.sums])
+        for half, total in totals.items():
+            if total.n_particles < 2:
+                raise GlocalError(f"half-set {half} has {total.n_particles} usable particles; expected at least 2")
+        return {half: symmetrise_sums(total, grid_turns) for half, total in totals.items()}
+
+    def flat_noise(self) -> dict[int, NoiseModel]:
+        """White noise of power 1, where nothing is known yet."""
+        return {half: NoiseModel(np.ones(self.job.grid.binned_box_size // 2 + 1)) for half in HALVES}
+
+    def fit_noise(self, residuals: dict[int, ResidualPower], k_max: float) -> dict[int, NoiseModel]:
+        """Noise of each half from its own residuals."""
+        for half in HALVES:
+            if not residuals[half].count.any():
+                unusable = plural(len(self.bad), "particle")
+                raise GlocalError(f"half-set {half} has no usable particles; expected at least 2 ({unusable} of the list cannot be used)")
+        return {half: fit_noise(residuals[half], min(3, int(k_max)), int(k_max)) for half in HALVES}
+
+
+class Aligned:
+    """Results of one pass over both halves, put back in the list's order."""
+
+    def __init__(self, state: RunState, n_shells: int) -> None:
+        self.state = replace(
+            state,
+            poses=Poses(state.poses.rotations.copy(), state.poses.shifts_angst.copy()),
+            scores=state.scores.copy(),
+            angle_sigma_deg=state.angle_sigma_deg.copy(),
+            shift_sigma_angst=state.shift_sigma_angst.copy(),
+            log_likelihood=state.log_likelihood.copy(),
+            margin=np.full(len(state.scores), np.nan) if state.margin is None else state.margin.copy(),
+        )
+        self.residuals = {half: ResidualPower.empty(n_shells) for half in HALVES}
+
+    def take(self, task: AlignTask, result: ChunkResult) -> None:
+        """Adds one chunk's result."""
+        rows, state = task.chunk.rows, self.state
+        state.poses.rotations[rows] = result.rotations
+        state.poses.shifts_angst[rows] = result.shifts_angst
+        self.residuals[task.chunk.half] = self.residuals[task.chunk.half] + result.residuals
+        if result.estimates is not None:
+            estimates = result.estimates
+            unusable = ~np.isfinite(estimates.scores)
+            state.scores[rows] = np.where(unusable, np.nan, estimates.scores)
+            state.log_likelihood[rows] = np.where(unusable, np.nan, estimates.log_likelihood)
+            if task.plan is not None and state.margin is not None:  # without a search there is no other mode to see
+                state.margin[rows] = np.where(unusable, np.nan, np.minimum(estimates.margin, NO_OTHER_MODE))
+            # root mean square over the three axes
+            variance = np.maximum(np.diagonal(estimates.covariances, axis1=1, axis2=2), 0.0)
+            state.angle_sigma_deg[rows] = np.where(unusable, np.nan, np.rad2deg(np.sqrt(variance[:, :3].mean(1))))
+            state.shift_sigma_angst[rows] = np.where(unusable, np.nan, np.sqrt(variance[:, 3:].mean(1)))
+
+
+def gpu_sum_chunk(box_size: int) -> int:
+    """Particles of a GPU's sum task: their spectra fit into 4 GiB, whatever the list's length and the device."""
+    return int(np.clip(_GPU_SUM_BYTES // (4 * box_size**3), *_GPU_SUM_CHUNK))
