@@ -232,7 +232,7 @@ def read_relion_particles(
         source=RelionSource(document, block.name, np.arange(block.n_rows), poses, half, list_pixel_size, axes, names_label),
         coordinates=read_coordinates(block, optics, groups, tomogram_names, tomograms_path, sizes),
         classes=_classes(block),
-        scores=next((block.floats(label) for label in _SCORES if label in block.labels), None),
+        scores=next((values for values in (_loose_numbers(block, label) for label in _SCORES) if values is not None), None),
         volume_axes=axes if turned else None,
         stacks=read_stacks(block, tomograms_path) if stacked else None,
         pixel_sizes_angst=several,
@@ -476,7 +476,18 @@ def _list_box_size(optics: StarBlock | None, groups: NDArray[np.int32], one: boo
 
 
 def _classes(block: StarBlock) -> NDArray[np.int32] | None:
-    return block.floats("rlnClassNumber").astype(np.int32) if "rlnClassNumber" in block.labels else None
+    values = _loose_numbers(block, "rlnClassNumber")
+    return values.astype(np.int32) if values is not None and np.isfinite(values).all() else None
+
+
+def _loose_numbers(block: StarBlock, label: str) -> NDArray[np.float64] | None:
+    """A column that is only carried along, as numbers; None where it is not there, or holds something else."""
+    if label not in block.labels:
+        return None
+    try:
+        return block.numbers(label)
+    except ValueError:
+        return None
 
 
 def _weight_names(block: StarBlock) -> list[str]:

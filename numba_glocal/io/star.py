@@ -253,11 +253,15 @@ class StarBlock:
             raise ListError(f"{self.where()}: no key _{key}")
         return unquote(self.pairs[key])
 
+    def numbers(self, label: str) -> NDArray[np.float64]:
+        """A column as numbers, ``nan`` and ``inf`` too; ``ValueError`` where a token is none."""
+        tokens = self.tokens(label)
+        return tokens.numbers() if isinstance(tokens, TokenColumn) else np.fromiter(map(float, tokens), np.float64, len(tokens))
+
     def floats(self, label: str) -> NDArray[np.float64]:
         """A column as finite numbers; a token that is not one is refused with its line."""
-        tokens = self.tokens(label)
         try:
-            values = tokens.numbers() if isinstance(tokens, TokenColumn) else np.fromiter(map(float, tokens), np.float64, len(tokens))
+            values = self.numbers(label)
         except ValueError:
             texts = self.texts(label)  # a number in quotes is one, too
             row = next((i for i, t in enumerate(texts) if not _is_float(t)), -1)
