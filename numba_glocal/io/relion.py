@@ -187,7 +187,9 @@ def read_relion_particles(
         finder.find(names[0])
         volume_paths = PlacedFiles(finder, names)
         weight_paths = _placed_weights(finder, block)
-        _refuse_duplicates(block, names, [_as_opened(name) for name in names])
+        joined = "\n".join(names)
+        plain = not any(odd in joined for odd in (":", "./", "//"))  # most lists name each file in one way
+        _refuse_duplicates(block, names, names if plain else [_as_opened(name) for name in names])
 
     box_size, header_pixel_size = list_box_size or 0, float("nan")
     if stacked:
@@ -322,7 +324,7 @@ def _names(block: StarBlock, tomograms: Sequence[str], require_volumes: bool) ->
 
 
 def _refuse_slices(block: StarBlock, names: list[str], label: str) -> None:
-    if all(name and "@" not in name for name in names):
+    if "" not in names and "@" not in "\n".join(names):
         return
     for row, name in enumerate(names):
         if "@" in name and name.split("@", 1)[0].isdigit():
@@ -333,7 +335,7 @@ def _refuse_slices(block: StarBlock, names: list[str], label: str) -> None:
 
 def _as_opened(name: str) -> str:
     """The file that a name stands for, written in one way."""
-    return os.path.normpath(opened_name(name)) if ":" in name or "./" in name or "//" in name else name
+    return os.path.normpath(opened_name(name))
 
 
 def _refuse_duplicates(block: StarBlock, names: list[str], files: list[str]) -> None:
@@ -552,7 +554,8 @@ def _tomograms(block: StarBlock) -> tuple[str, ...]:
     for label in ("rlnMicrographName", "rlnTomoName"):
         if label in block.labels:
             known: dict[str, str] = {}  # there are few names, and each needs to be there once
-            return tuple(known.setdefault(name, name) for name in block.texts(label))
+            names = block.texts(label)
+            return tuple(map(known.setdefault, names, names))
     return ("",) * block.n_rows
 
 
@@ -573,7 +576,7 @@ def _set_rows(block: StarBlock, label: str, values: NDArray[Any], rows: NDArray[
     # no "-0.000000"
     values = np.where(np.abs(values) <= 5e-7, 0.0, values)
     if rows.all():
-        block.set_column(label, [f"{value:.6f}" for value in values.tolist()])
+        block.set_column(label, [f"{value:.6f}" for value in values.tolist()], plain=True)
         return
     if label not in block.labels:
         block.set_column(label, ["0.000000"] * len(values))

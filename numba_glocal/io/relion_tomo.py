@@ -247,7 +247,7 @@ def read_coordinates(
     if tomograms_path is not None:
         sizes, series = _joined(block.path, names, read_tomograms(tomograms_path), sizes, series)
     voxel = series
-    if not has_centred and image_pixel_sizes_angst is not None and any(name.endswith(_TOMOSTAR) for name in names):
+    if not has_centred and image_pixel_sizes_angst is not None and any(name.endswith(_TOMOSTAR) for name in set(names)):
         # Warp writes coordinates in voxels of the images that it exports, whatever the tilt series has
         voxel = image_pixel_sizes_angst
     centre = centre_voxels(sizes)
