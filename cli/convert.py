@@ -11,7 +11,6 @@ import numpy as np
 
 from numba_glocal.errors import SettingsError, plural
 from numba_glocal.io import HELD, ListFormat, format_to_write, left_behind, list_formats, read_particles, with_tomograms, write_particles
-from numba_glocal.io.relion import NO_TILT_RANGES
 from numba_glocal.values import ParticleSet
 
 from .console import say, shown_warnings, warn
@@ -54,13 +53,13 @@ def _refuse_unknown_places(particles: ParticleSet, chosen: ListFormat, source: P
     help="Where volumes are turned (RELION 4 and 5) and FORMAT cannot say so: poses as in the tomogram, or as in the volumes that the list names.",
 )
 @click.option("--tomograms", type=PATH, metavar="FILE", help="Sizes of tomograms, for coordinates about their centres. [default: that of the set]")
-@numbered_options
 @pixel_size_option
+@numbered_options
 @overwrite_option
 @verbosity_options
 def convert_command(source: Path, target: Path, to: str | None, poses: str, tomograms: Path | None, overwrite: bool, **options: Any) -> None:
     """Write the particle list IN as OUT, in the same or another format. Volumes are not touched and need not be there."""
-    check_output_file(target, overwrite, (source, tomograms))
+    check_output_file(target, overwrite, (source, tomograms, Path(options["wedge_list"]) if options["wedge_list"] else None))
     with shown_warnings():
         particles = read_particles(source, require_volumes=False, **options)
         if tomograms is not None:
@@ -81,7 +80,7 @@ def convert_command(source: Path, target: Path, to: str | None, poses: str, tomo
             warnings.simplefilter("always", UserWarning)
             write_particles(target, particles, to=chosen.key or None)
     # what the writer says of the same loss is part of one warning
-    remarks = [str(w.message).removeprefix(f"{target}: ") for w in caught if str(w.message) != NO_TILT_RANGES]
+    remarks = [str(w.message).removeprefix(f"{target}: ") for w in caught]
     if lost or remarks:
         warn(f"{target}: " + "; ".join([f"a {chosen.name} cannot hold {', '.join(lost)}"] * bool(lost) + remarks))
     say(f"{target}: {plural(len(particles), 'particle')}, {chosen.name}")

@@ -32,14 +32,15 @@ HELD = {
     "scores": "scores",
     "weights": "wedge or CTF volumes",
     "tilt_ranges": "tilt ranges",
+    "tilt_series": "wedges of two tilt series or of other axes than y",
     "pixel_size": "pixel size",
     "volume_axes": "that volumes are turned",
     "stacks": "that particles are stacks of 2-D images",
 }
 """What a list can hold beside names and poses, and how it is called in messages."""
 
-NUMBERED_OPTIONS = ("particle_names", "wedge_list")
-"""Options of `read_particles` for lists that number particles and tomograms, and name no files."""
+OPTIONS_OF_SOME = ("particle_names", "wedge_list")
+"""Options of `read_particles` that only some formats take; given for another one they are refused."""
 
 _HEAD_BYTES = 65536
 
@@ -71,7 +72,7 @@ class ListFormat:
         Coordinates have voxels of their own size there (RELION). Else the writer gets them in the particles' voxels, in which such lists
         count shifts, so that coordinate + shift is a place.
     takes : frozenset of str
-        Of `NUMBERED_OPTIONS`: what the reader takes beside the options of all.
+        Of `OPTIONS_OF_SOME`: what the reader takes beside the options of all.
     """
 
     name: str
@@ -166,7 +167,8 @@ def read_particles(path: str | Path, **options: Any) -> ParticleSet:
         The list.
     **options
         ``pixel_size_angst``, ``root``, ``premultiplied``, ``require_volumes`` as `read_relion_particles`; ``particle_names``, a template
-        for the files of lists that only number particles, and ``wedge_list``, the tilts of their tomograms.
+        for the files of lists that only number particles, and ``wedge_list``, the tilts of their tomograms; ``tomograms``, the sizes of
+        RELION's tomograms.
 
     Returns
     -------
@@ -183,7 +185,7 @@ def read_particles(path: str | Path, **options: Any) -> ParticleSet:
     list_format = format_of_file(path)
     if list_format.read is None:
         raise ListError(f"{path}: a {list_format.name} is not read yet; expected {_known('read')}")
-    for option in NUMBERED_OPTIONS:
+    for option in OPTIONS_OF_SOME:
         if options.get(option) is None or option not in list_format.takes:
             if options.pop(option, None) is not None:
                 takers = ", ".join(f.name for f in _FORMATS if option in f.takes)
@@ -229,7 +231,8 @@ def left_behind(particles: ParticleSet, target: ListFormat) -> list[str]:
         "classes": particles.classes is not None,
         "scores": particles.scores is not None and bool(np.isfinite(particles.scores).any()),
         "weights": any(isinstance(weight, Path) for weight in particles.weight_paths),
-        "tilt_ranges": any(isinstance(weight, tuple) for weight in particles.weight_paths),
+        "tilt_ranges": particles.tilt_ranges_deg is not None,
+        "tilt_series": any(len(wedge) > 1 or wedge[0].tilt_axis != "y" or wedge[0].turn is not None for wedge in particles.wedges),
         "pixel_size": bool(np.isfinite(particles.pixel_size_angst)),
         "volume_axes": particles.volume_axes is not None,
         "stacks": particles.stacks is not None,
@@ -246,7 +249,7 @@ def _known(action: str) -> str:
     return ", ".join(known.values())
 
 
-_RELION_HOLDS = frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "pixel_size"})
+_RELION_HOLDS = frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "tilt_ranges", "pixel_size"})
 
 
 def _of_version(version: RelionVersion) -> ListFormat:
@@ -286,7 +289,7 @@ register_format(
         read_pytom_particles,
         write_pytom_particles,
         key="pytom",
-        holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "tilt_ranges"}),
+        holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "tilt_ranges", "tilt_series"}),
     )
 )
 register_format(
@@ -296,7 +299,7 @@ register_format(
         read_dynamo_particles,
         write_dynamo_particles,
         key="dynamo",
-        holds=frozenset({"tomograms", "coordinates", "classes", "scores", "tilt_ranges", "pixel_size"}),
+        holds=frozenset({"tomograms", "coordinates", "classes", "scores", "tilt_ranges", "tilt_series", "pixel_size"}),
         takes=frozenset({"particle_names"}),
     )
 )

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, ListError, NoAnglesWarning
 from ..geometry import matrix_to_relion, relion_to_matrix
-from ..values import IntArray, ParticleSet, Poses, turned_back
+from ..values import IntArray, ParticleSet, Poses, TiltRange, Weight, turned_back
 from .paths import PlacedFiles, VolumeFinder, find_volumes, opened_name
 from .pixel_size import resolve_pixel_size
 from .relion_tomo import (
@@ -39,8 +39,11 @@ from .volumes import survey
 ANGLES = ("rlnAngleRot", "rlnAngleTilt", "rlnAnglePsi")
 ORIGINS_ANGST = ("rlnOriginXAngst", "rlnOriginYAngst", "rlnOriginZAngst")
 ORIGINS_PIXEL = ("rlnOriginX", "rlnOriginY", "rlnOriginZ")
+TILTS = ("ngTiltMinDeg", "ngTiltMaxDeg")
+"""Our own columns: a wedge by its lowest and highest tilt about y, both 0 for none. RELION passes over them."""
 _NAMES_30 = ("", "images", "particles")
-NO_TILT_RANGES = "a RELION list has no tilt ranges: wedges that are given by angles are left out; give --tilt-range when it is used"
+USUAL_OPTICS = {"rlnVoltage": 300.0, "rlnSphericalAberration": 2.7, "rlnAmplitudeContrast": 0.07}
+"""RELION 3.1 reads no CTF volume from a list without them; nothing is computed from them."""
 # columns whose meaning a `ParticleSet` carries
 _UNDERSTOOD = frozenset(
     (
@@ -50,6 +53,7 @@ _UNDERSTOOD = frozenset(
         *SUBTOMOGRAM_ANGLES,
         *COORDINATES,
         *CENTRED,
+        *TILTS,
         "rlnImageName",
         "rlnCtfImage",
         "rlnMicrographName",
@@ -175,7 +179,7 @@ def read_relion_particles(
     list_box_size = _list_box_size(optics, groups, require_volumes)
     finder = VolumeFinder(path, root)
     volume_paths: Sequence[Path]
-    weight_paths: Sequence[Path | None]
+    weight_paths: Sequence[Weight | None]
     if require_volumes:
         found = find_volumes(names, finder, path, "particle stack" if stacked else "particle volume")
         volume_paths = tuple(found[name] for name in names)
@@ -190,6 +194,10 @@ def read_relion_particles(
         joined = "\n".join(names)
         plain = not any(odd in joined for odd in (":", "./", "//"))  # most lists name each file in one way
         _refuse_duplicates(block, names, names if plain else [_as_opened(name) for name in names])
+
+    refuse_partial(block, TILTS)
+    if TILTS[0] in block.labels:
+        weight_paths = tuple(tilts if path is None else path for path, tilts in zip(weight_paths, _tilt_ranges(block), strict=True))
 
     box_size, header_pixel_size = list_box_size or 0, float("nan")
     if stacked:
@@ -241,7 +249,12 @@ def read_relion_particles(
     )
 
 
-def write_relion_particles(path: str | Path, particles: ParticleSet, extra_columns: Mapping[str, ArrayLike] | None = None) -> None:
+def write_relion_particles(
+    path: str | Path,
+    particles: ParticleSet,
+    extra_columns: Mapping[str, ArrayLike] | None = None,
+    optics: Mapping[str, float] | None = None,
+) -> None:
     """Write a RELION list, whole or not at all; format, columns, blocks and digits are those of the list that was read.
 
     Poses that changed are written with 6 decimals. Particles without a RELION source become a RELION 3.1 list.
@@ -253,6 +266,8 @@ def write_relion_particles(path: str | Path, particles: ParticleSet, extra_colum
     particles : ParticleSet
     extra_columns : dict of label to (n,) array, optional
         Columns to add or replace: numbers or texts.
+    optics : dict of label to float, optional
+        Of the microscope, for a new list; in place of `USUAL_OPTICS`.
 
     Raises
     ------
@@ -261,7 +276,7 @@ def write_relion_particles(path: str | Path, particles: ParticleSet, extra_colum
     """
     source = particles.source if isinstance(particles.source, RelionSource) else None
     if source is None:
-        source = new_relion_source(particles, Path(os.path.abspath(path)).parent)
+        source = new_relion_source(particles, Path(os.path.abspath(path)).parent, optics)
     if len(source.rows) != len(particles):
         raise ListError(f"{path}: {len(particles)} particles come with {len(source.rows)} rows of {source.document.path}")
     block = source.block.take(source.rows)
@@ -492,6 +507,16 @@ def _loose_numbers(block: StarBlock, label: str) -> NDArray[np.float64] | None:
         return None
 
 
+def _tilt_ranges(block: StarBlock) -> list[tuple[TiltRange, ...] | None]:
+    """Wedges that the list gives by tilts, for particles without a weight volume."""
+    found: list[tuple[TiltRange, ...] | None] = []
+    for row, (low, high) in enumerate(zip(*(block.floats(label).tolist() for label in TILTS), strict=True)):
+        if (low or high) and not -90 <= low < high <= 90:
+            raise ListError(f"{block.where(row)}: _{TILTS[0]} {low:g} and _{TILTS[1]} {high:g}: expected -90 <= smallest < largest <= 90 degrees")
+        found.append((TiltRange(low, high),) if low or high else None)
+    return found
+
+
 def _weight_names(block: StarBlock) -> list[str]:
     if "rlnCtfImage" not in block.labels:
         return [""] * block.n_rows
@@ -551,7 +576,7 @@ def _half_sets(block: StarBlock) -> NDArray[np.int8]:
 
 
 def _tomograms(block: StarBlock) -> tuple[str, ...]:
-    for label in ("rlnMicrographName", "rlnTomoName"):
+    for label in ("rlnTomoName", "rlnMicrographName"):  # where there are both, the second may be a name for each particle
         if label in block.labels:
             known: dict[str, str] = {}  # there are few names, and each needs to be there once
             names = block.texts(label)
@@ -645,7 +670,7 @@ def _write_pixel_size(blocks: list[StarBlock], particles: StarBlock, pixel_size:
     return result
 
 
-def new_relion_source(particles: ParticleSet, folder: Path) -> RelionSource:
+def new_relion_source(particles: ParticleSet, folder: Path, microscope: Mapping[str, float] | None = None) -> RelionSource:
     """A RELION 3.1 list for particles that came from elsewhere; poses are left to the writer, who takes all of them for changed.
 
     Parameters
@@ -653,6 +678,8 @@ def new_relion_source(particles: ParticleSet, folder: Path) -> RelionSource:
     particles : ParticleSet
     folder : Path
         Of the list, from which weight volumes are named.
+    microscope : dict of label to float, optional
+        In place of `USUAL_OPTICS`.
     """
     n = len(particles)
     groups = [int(g) for g in np.unique(particles.groups)] or [0]
@@ -663,6 +690,7 @@ def new_relion_source(particles: ParticleSet, folder: Path) -> RelionSource:
         "rlnImageSize": [str(particles.box_size)] * len(groups),
         "rlnImageDimensionality": ["3"] * len(groups),
         "rlnCtfDataAreCtfPremultiplied": [str(int(particles.premultiplied))] * len(groups),
+        **{label: [f"{value:.6g}"] * len(groups) for label, value in (USUAL_OPTICS | dict(microscope or {})).items()},
     }
     if not particles.box_size:
         del table["rlnImageSize"]
@@ -679,11 +707,11 @@ def new_relion_source(particles: ParticleSet, folder: Path) -> RelionSource:
         columns |= {label: [f"{v:.6f}" for v in values[:, axis].tolist()] for axis, label in enumerate(labels)}
     columns |= {label: ["0.000000"] * n for label in ANGLES}
     columns["rlnImageName"] = particles.names
-    if any(isinstance(weight, tuple) for weight in particles.weight_paths):
-        warnings.warn(NO_TILT_RANGES, stacklevel=3)
     paths = [path if isinstance(path, Path) else None for path in particles.weight_paths]
     if any(path is not None for path in paths):
         columns["rlnCtfImage"] = ["None" if path is None else _beside(path, folder) for path in paths]
+    if particles.tilt_ranges_deg is not None:
+        columns |= {label: _format(np.nan_to_num(particles.tilt_ranges_deg[:, i])) for i, label in enumerate(TILTS)}
     columns["rlnOpticsGroup"] = [str(int(g) + 1) for g in particles.groups]
     columns |= {label: ["0.000000"] * n for label in ORIGINS_ANGST}
     if particles.classes is not None:
