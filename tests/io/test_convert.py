@@ -248,6 +248,9 @@ def test_between_programs(shared, tmp_path, source, target):
     for i in range(0, len(before), max(1, len(before) // 10)):
         expected = rendered(before.poses.rotations[i], before.poses.shifts_angst[i] / 4)  # within the box
         assert alike(rendered(rotations[i], shifts[i] / 4), expected) > 0.9999
+    assert (before.coordinates is None) == (after.coordinates is None)
+    if before.coordinates is None:
+        return
     # lists without a voxel size of their own for places count them as they count shifts
     pixel = before.pixel_size_angst
     places = [p.coordinates.as_voxels() * np.nan_to_num(p.coordinates.voxel_size_angst, nan=pixel)[:, None] for p in (before, after)]
