@@ -208,6 +208,55 @@ def test_what_is_lost_is_one_warning(shared, tmp_path):
     assert lines[1].endswith("out.star: 284 particles, RELION 3.1 STAR")
 
 
+def test_coordinates_of_unknown_size(shared, tmp_path):
+    """To RELION 5 without sizes: voxels stay, and it is said; with a file of tomograms Dynamo's places become RELION 5's."""
+    result = convert(shared / "data/lists/relion40_1746.star", tmp_path / "out.star", "--to", "relion5")
+    assert result.exit_code == 0 and result.output.count("warning") == 1 and "coordinates stay in voxels" in result.output
+    assert of_cif(tmp_path / "out.star", PLACES[0]) == of_cif(shared / "data/lists/relion40_1746.star", PLACES[0])
+    table_path = shared / "data/lists/dynamo_35col.tbl"
+    rows = np.array([[float(v) for v in line.split()[:26]] for line in table_path.read_text().splitlines()])
+    names = [f"{int(v)}" for v in np.unique(rows[:, 19])]
+    sizes = {f"rlnTomoSize{axis}": [str(size)] * len(names) for axis, size in zip("XYZ", (4000, 4001, 1200), strict=True)}
+    (tmp_path / "t.star").write_text(table("global", {"rlnTomoName": names, **sizes, "rlnTomoTiltSeriesPixelSize": ["2.0"] * len(names)}))
+    result = convert(table_path, tmp_path / "d.star", "--to", "relion5", "--pixel-size", "4", "--tomograms", tmp_path / "t.star")
+    assert result.exit_code == 0, result.output
+    centre = (np.array([4000, 4001, 1200]) / 2 - 1) * 2.0
+    np.testing.assert_allclose(columns_of(tmp_path / "d.star", *CENTRED), rows[:, 23:26] * 4 - centre, atol=1e-5)
+
+
+@pytest.mark.parametrize(("source", "target"), [
+    ("pytom_particles_10.xml", "relion4"), ("dynamo_35col.tbl", "relion31"), ("stopgap_motl.star", "relion4"), ("emmotl_ribosome.em", "warp"),
+    ("relion40_empiar10064.star", "pytom"), ("relion40_empiar10064.star", "dynamo"), ("relion40_1746.star", "stopgap"), ("relion40_1746.star", "av3"),
+])  # fmt: skip
+def test_between_programs(shared, tmp_path, source, target):
+    """RELION's side of a conversion by its own rules; the other side by its reader, which its own tests judge."""
+    suffix = {"pytom": ".xml", "dynamo": ".tbl", "av3": ".em"}.get(target, ".star")
+    path = shared / "data/lists" / source
+    pixel = () if source.startswith("relion") else ("--pixel-size", "4")
+    result = convert(path, tmp_path / f"out{suffix}", "--to", target, *pixel)
+    warned = result.output.count("warning")
+    assert result.exit_code == 0 and warned == (source != "pytom_particles_10.xml") == len(result.output.strip().splitlines()) - 1, result.output
+    size = None if source.startswith("relion") else 4.0
+    before = read_particles(path, require_volumes=False, pixel_size_angst=size)
+    after = read_particles(tmp_path / f"out{suffix}", require_volumes=False, pixel_size_angst=before.pixel_size_angst)
+    if target in KEYS:
+        labels = PIXEL_ORIGINS if target == "warp" else ORIGINS
+        rotations = np.array([euler(*row) for row in columns_of(tmp_path / "out.star", *ANGLES)])
+        shifts = -columns_of(tmp_path / "out.star", *labels) * (4 if target == "warp" else 1)
+    else:
+        rotations, shifts = after.poses.rotations, after.poses.shifts_angst
+    for i in range(0, len(before), max(1, len(before) // 10)):
+        expected = rendered(before.poses.rotations[i], before.poses.shifts_angst[i] / 4)  # within the box
+        assert alike(rendered(rotations[i], shifts[i] / 4), expected) > 0.9999
+    assert (before.coordinates is None) == (after.coordinates is None)
+    if before.coordinates is None:
+        return
+    # lists without a voxel size of their own for places count them as they count shifts
+    pixel = before.pixel_size_angst
+    places = [p.coordinates.as_voxels() * np.nan_to_num(p.coordinates.voxel_size_angst, nan=pixel)[:, None] for p in (before, after)]
+    np.testing.assert_allclose(places[1], places[0], rtol=1e-5, atol=0.02)
+
+
 def test_poses_in_turned_volumes_can_be_asked_for(tmp_path):
     """A list of RELION's own pseudo-subtomograms: a RELION 3.1 list of the same volumes needs the particle's own angles."""
     source = relion4_list(tmp_path / "p.star", True)
