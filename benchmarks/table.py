@@ -162,12 +162,25 @@ def read_results(name: str, folder: Path) -> list[Measured]:
     return found
 
 
+def star_rows_table(results: Measured) -> str:
+    """Steps of reading and writing a long list."""
+    steps = {
+        "read_star": "STAR file read",
+        "write_star": "STAR file written as it is",
+        "read_particles": "particle list read",
+        "write_particles": "particle list written, every pose changed",
+    }
+    rows = [[steps[row["step"]], duration(row["seconds"]), duration(row["cpu_seconds"]), f"{row['peak_gib']:.2f} GiB"] for row in results["rows"]]
+    return markdown([f"{results['rows'][0]['rows']:,} rows", "by the clock", "processor", "peak memory"], rows)
+
+
 TABLES: dict[str, Callable[[Measured], str]] = {
     "kernels": kernels_table,
     "iteration": iteration_table,
     "memory": memory_table,
     "accuracy": accuracy_table,
     "real_particles": real_particles_table,
+    "star_rows": star_rows_table,
 }
 
 

@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +30,7 @@ from numba_glocal.results import FILES, RunFolder, RunState, load_report_data, t
 from numba_glocal.schedule import first_search, has_converged
 from numba_glocal.settings import AlignSettings, AverageSettings
 from numba_glocal.symmetry import grid_factors
+from numba_glocal.values import TiltGeometry
 
 from .console import detail, gibibytes, note, say, warn
 from .interrupt import remembered
@@ -123,19 +123,6 @@ def choose_workers(settings: AlignSettings | AverageSettings) -> WorkerPlan:
     return WorkerPlan(workers, note=note_text)
 
 
-@contextmanager
-def shown_warnings() -> Any:
-    """Library warnings as one line each."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", UserWarning)
-        previous = warnings.showwarning
-        warnings.showwarning = lambda message, *rest, **more: warn(" ".join(str(message).split()))
-        try:
-            yield
-        finally:
-            warnings.showwarning = previous
-
-
 def _levels(job: Job, plan: SearchPlan) -> tuple[SearchLevel, ...]:
     return search_levels(plan, job.grid.binned_box_size, job.grid.binned_pixel_size_angst, job.radius_voxels)
 
@@ -225,6 +212,7 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("particle diameter", f"{job.diameter_angst:.0f} A, from {job.diameter_source}"),
         ("mask", job.mask_name),
         ("symmetry", _symmetry_text(settings.symmetry)),
+        ("noise", str(job.noise_groups)),
         ("data", "premultiplied, weights hold CTF^2 (RELION 4 convention)" if particles.premultiplied else "weights multiply the reference"),
     ]
     facts.append(("wedge", _wedge_text(job)))
@@ -275,7 +263,12 @@ def _wedge_text(job: Job) -> str:
         shown = "; ".join(" and ".join(f"{t.tilt_min_deg:g} to {t.tilt_max_deg:g} about {t.tilt_axis}" for t in tilts) for tilts in sets[:3])
         more = f" and {len(sets) - 3} others" if len(sets) > 3 else ""
         kinds.append(f"{plural(len(given), 'particle')} with tilts {shown}{more} of the list{flipped}")
-    rest = len(weights) - n_volumes - len(given)
+    stacks = [weight for weight in weights if isinstance(weight, TiltGeometry)]
+    if stacks:
+        images = sorted({len(weight) for weight in stacks})
+        shown = f"{images[0]}" if len(images) == 1 else f"{images[0]} to {images[-1]}"
+        kinds.append(f"{plural(len(stacks), 'particle')} with the CTF^2 of their own {shown} tilt images")
+    rest = len(weights) - n_volumes - len(given) - len(stacks)
     if rest and job.settings.tilt_range_deg is not None:
         low, high = job.settings.tilt_range_deg
         kinds.append(f"{plural(rest, 'particle')} with tilts {low:g} to {high:g} about {job.settings.tilt_axis} (--tilt-range){flipped}")
@@ -406,7 +399,7 @@ def _write_summary(job: Job, folder: RunFolder, command: str, result: RunResult,
             "command": command,
             "particles": settings.particles,
             "date": time.strftime("%Y-%m-%d %H:%M"),
-            "used": len(job.particles) - len(result.bad),
+            "used": sum(result.half_counts),
             "half_counts": result.half_counts,
             "criterion": settings.fsc_criterion,
             "resolution_angst": result.crossing.resolution_angst if result.crossing.shell > 0 else None,
@@ -420,6 +413,8 @@ def _write_summary(job: Job, folder: RunFolder, command: str, result: RunResult,
             "resumed": len(legs) - 1,
             "symmetry": settings.symmetry,
             "symmetry_agreement": result.symmetry_agreement,
+            "noise": result.noise,
+            "noise_groups": job.noise_groups.names,
             "settings": {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)},
         },
     )
@@ -450,6 +445,9 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
         if getattr(job.settings, "until_converged", False):
             reached = "Converged" if has_converged(state.history) else "Not converged"
             say(f"{reached} after {plural(len(state.history), 'iteration')}.")
+    if state is not None and state.included is not None:
+        text = plural(state.history[-1]["left_out"], "particle")
+        say(f"Not in the averages, by --keep-best: {text}, aligned and listed all the same (ngIncluded 0).")
     if result.bad:
         say(f"Left out: {plural(len(result.bad), 'particle')} that cannot be used, listed in the report and in log.txt.")
     legs = folder.legs()

@@ -9,8 +9,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from .backends.newton import MAX_STEPS
 from .backends.protocols import Candidates, ParticleBatch, PoseEstimates, SearchLevel, SearchSession, as_candidates, unusable
-from .noise import ResidualPower
+from .noise import GroupResiduals
 from .pose_prior import PosePrior
 from .sampling import local_rotations, rotations_for_increment
 from .symmetry import group_rotations, in_asymmetric_unit
@@ -179,7 +180,7 @@ class ChunkResult:
         Poses after the task; the starts where nothing was searched or refined, and for bad particles.
     estimates : PoseEstimates or None
         When refined.
-    residuals : ResidualPower
+    residuals : dict of group to ResidualPower
         At those poses.
     bad : list of (index, reason)
     """
@@ -187,7 +188,7 @@ class ChunkResult:
     rotations: NDArray[np.float64]
     shifts_angst: NDArray[np.float64]
     estimates: PoseEstimates | None
-    residuals: ResidualPower
+    residuals: GroupResiduals
     bad: list[tuple[int, str]]
 
 
@@ -202,6 +203,7 @@ def align_chunk(
     plan: SearchPlan | None = None,
     evidence: float = 0.0,
     prior: PosePrior | None = None,
+    most_steps: int = MAX_STEPS,
 ) -> ChunkResult:
     """Searches level by level, refines, and collects residuals at the poses found.
 
@@ -224,6 +226,8 @@ def align_chunk(
         Log-likelihood that one unit of score stands for; 0 where scores are no likelihoods. Else unlikely candidates are dropped: between the
         levels of a search with several modes, and before the refinement of any.
     prior : PosePrior, optional
+    most_steps : int
+        Of Gauss-Newton; 0 gives the sums and scores of the poses as they are.
     """
     bad = session.load(particles, prior)
     everywhere = plan is not None and plan.everywhere
@@ -241,7 +245,7 @@ def align_chunk(
     found = candidates.scores[:, 0] > -np.inf
     estimates = None
     if refine:
-        estimates = session.refine(candidates, anchor_angst)
+        estimates = session.refine(candidates, anchor_angst, most_steps)
         new_rotations, new_shifts = estimates.rotations, estimates.shifts_angst
     else:
         new_rotations, new_shifts = candidates.rotations[:, 0], candidates.shifts_angst[:, 0]

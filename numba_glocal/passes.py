@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .alignment import ChunkResult, SearchPlan
 from .averaging import merge, symmetrise_sums
@@ -20,7 +21,7 @@ from .errors import GlocalError, plural
 from .execution.executors import gather_in_order
 from .execution.tasks import AlignTask, ReferenceFile, SumResult, SumTask, run_task, write_reference
 from .job import Job, largest_chunk, make_chunks
-from .noise import NoiseModel, ResidualPower, fit_noise
+from .noise import GroupResiduals, NoiseModel, NoiseModels, add_residuals, fit_gains, fit_noise_groups, noise_facts
 from .results import RunFolder, RunState
 from .schedule import prior_widths
 from .settings import AlignSettings
@@ -35,6 +36,10 @@ NO_OTHER_MODE = 1000.0
 # A partial sum is as large as a padded map: few, large chunks. A GPU adds so fast that handing over the sum is what costs.
 _SUM_PARTS, _SUM_CHUNK = 4, 512
 _GPU_SUM_PARTS, _GPU_SUM_CHUNK, _GPU_SUM_BYTES = 1, (64, 1024), 4 << 30
+
+
+Gains = dict[int, tuple[float, ...]]
+"""Scales of the groups' signals, by half."""
 
 
 class Advance(Protocol):
@@ -114,7 +119,7 @@ class Passes:
         title: str,
         state: RunState,
         references: dict[int, ReferenceFile],
-        noise: dict[int, NoiseModel],
+        noise: dict[int, NoiseModels],
         k_max: float,
         plan: SearchPlan | None,
         refine: bool,
@@ -144,7 +149,7 @@ class Passes:
             for half in HALVES
             for chunk in make_chunks(particles, self.anchors, half, largest=self.largest_chunk)
         ]
-        aligned = Aligned(state, self.job.grid.binned_box_size // 2 + 1)
+        aligned = Aligned(state)
         for task, result in self.results(title, tasks):
             aligned.take(task, result)
         return aligned
@@ -158,14 +163,21 @@ class Passes:
             self._mask_file = write_reference(self.folder.iteration_folder(0) / "mask.npy", self.job.mask)
         return self._mask_file
 
-    def sums(self, title: str, poses: Poses, noise: dict[int, NoiseModel], symmetry: str | None = None) -> dict[int, WeightedSum]:
-        """Sums of both halves at given poses, each half by itself with the run's symmetry (or the one given)."""
+    def sums(
+        self,
+        title: str,
+        poses: Poses,
+        noise: dict[int, NoiseModels],
+        symmetry: str | None = None,
+        included: NDArray[np.bool_] | None = None,
+    ) -> dict[int, WeightedSum]:
+        """Sums of both halves at given poses, each half by itself with the run's symmetry (or the one given); of all or those `included`."""
         particles = self.job.particles.with_poses(poses)
         turns, grid_turns = grid_factors(symmetry or self.job.settings.symmetry)
         tasks = [
             SumTask(chunk, self.job.reader, noise[half], turns if len(turns) > 1 else None)
             for half in HALVES
-            for chunk in make_chunks(particles, self.anchors, half, self._sum_parts, self._sum_chunk)
+            for chunk in make_chunks(particles, self.anchors, half, self._sum_parts, self._sum_chunk, included)
         ]
         totals: dict[int, WeightedSum] = {}
         for task, result in self.results(title, tasks):
@@ -177,23 +189,46 @@ class Passes:
                 raise GlocalError(f"half-set {half} has {total.n_particles} usable particles; expected at least 2")
         return {half: symmetrise_sums(total, grid_turns) for half, total in totals.items()}
 
-    def flat_noise(self) -> dict[int, NoiseModel]:
+    def flat_noise(self, gains: Gains | None = None) -> dict[int, NoiseModels]:
         """White noise of power 1, where nothing is known yet."""
-        return {half: NoiseModel(np.ones(self.job.grid.binned_box_size // 2 + 1)) for half in HALVES}
+        flat = np.ones(self.job.grid.binned_box_size // 2 + 1)
+        return {half: tuple(NoiseModel(flat, gain=gain) for gain in self._gains(gains)[half]) for half in HALVES}
 
-    def fit_noise(self, residuals: dict[int, ResidualPower], k_max: float) -> dict[int, NoiseModel]:
-        """Noise of each half from its own residuals."""
+    def fit_noise(self, residuals: dict[int, GroupResiduals], k_max: float, gains: Gains | None = None) -> dict[int, NoiseModels]:
+        """Noise of each half and group from its own residuals; `gains` of the groups go into it, 1 by default."""
         for half in HALVES:
-            if not residuals[half].count.any():
+            if not any(power.count.any() for power in residuals[half].values()):
                 unusable = plural(len(self.bad), "particle")
                 raise GlocalError(f"half-set {half} has no usable particles; expected at least 2 ({unusable} of the list cannot be used)")
-        return {half: fit_noise(residuals[half], min(3, int(k_max)), int(k_max)) for half in HALVES}
+        known = self._gains(gains)
+        return {half: fit_noise_groups(residuals[half], known[half], min(3, int(k_max)), int(k_max)) for half in HALVES}
+
+    def noise_facts(self, noise: dict[int, NoiseModels], k_max: float) -> dict[str, list[list[float]]]:
+        """`noise.noise_facts` of each half, by its number as text: as JSON keeps it."""
+        return {str(half): noise_facts(noise[half], min(3, int(k_max)), int(k_max)) for half in HALVES}
+
+    def fit_gains(self, aligned: Aligned, noise: dict[int, NoiseModels]) -> Gains:
+        """Scales of the groups' signals in each half, from the sums at refined poses under `noise`."""
+        groups = self.job.particles.noise_groups
+        if groups is None:
+            return self._gains(None)
+        gains = {}
+        for half in HALVES:
+            rows = np.flatnonzero(self.job.particles.half == half)
+            gains[half] = fit_gains(aligned.numerator[rows], aligned.denominator[rows], groups[rows], [model.gain for model in noise[half]])
+        return gains
+
+    def _gains(self, gains: Gains | None) -> Gains:
+        count = len(self.job.noise_groups.names)
+        if gains and all(len(gains[half]) == count for half in HALVES):
+            return gains
+        return {half: (1.0,) * count for half in HALVES}
 
 
 class Aligned:
     """Results of one pass over both halves, put back in the list's order."""
 
-    def __init__(self, state: RunState, n_shells: int) -> None:
+    def __init__(self, state: RunState) -> None:
         self.state = replace(
             state,
             poses=Poses(state.poses.rotations.copy(), state.poses.shifts_angst.copy()),
@@ -203,16 +238,18 @@ class Aligned:
             log_likelihood=state.log_likelihood.copy(),
             margin=np.full(len(state.scores), np.nan) if state.margin is None else state.margin.copy(),
         )
-        self.residuals = {half: ResidualPower.empty(n_shells) for half in HALVES}
+        self.residuals: dict[int, GroupResiduals] = {half: {} for half in HALVES}
+        self.numerator, self.denominator = np.zeros(len(state.scores)), np.zeros(len(state.scores))
 
     def take(self, task: AlignTask, result: ChunkResult) -> None:
         """Adds one chunk's result."""
         rows, state = task.chunk.rows, self.state
         state.poses.rotations[rows] = result.rotations
         state.poses.shifts_angst[rows] = result.shifts_angst
-        self.residuals[task.chunk.half] = self.residuals[task.chunk.half] + result.residuals
+        add_residuals(self.residuals[task.chunk.half], result.residuals)
         if result.estimates is not None:
             estimates = result.estimates
+            self.numerator[rows], self.denominator[rows] = estimates.numerator, estimates.denominator
             unusable = ~np.isfinite(estimates.scores)
             state.scores[rows] = np.where(unusable, np.nan, estimates.scores)
             state.log_likelihood[rows] = np.where(unusable, np.nan, estimates.log_likelihood)

@@ -26,6 +26,7 @@ from .values import FloatArray, FSCCurve, Volume
 
 REPORT_NAME = "report.html"
 _SHOWN_BAD = 50
+_SHOWN_GROUPS = 12
 _INK, _BLUE, _SKY, _GREY, _ORANGE = "#1d2733", "#14507a", "#5b9bc8", "#8c99a6", "#d9822b"
 
 
@@ -49,8 +50,12 @@ class IterationSummary:
         Median uncertainty of the poses, along one axis.
     settled : bool
         Poses moved by little of that, and the resolution was no better than before.
+    noise : mapping or None
+        `noise.noise_facts` of each half's groups.
     ambiguous : int or None
         Particles with another mode in what was searched, at odds of more than 1 to 100.
+    left_out : int or None
+        Particles that were aligned but are not in the averages, by --keep-best.
     seconds : float or None
         Wall time.
     """
@@ -65,7 +70,9 @@ class IterationSummary:
     angle_sigma_deg: float | None = None
     shift_sigma_angst: float | None = None
     settled: bool = False
+    noise: Mapping[str, Any] | None = None
     ambiguous: int | None = None
+    left_out: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +131,10 @@ class ReportData:
         Point group that was imposed.
     symmetry_agreement : (float, float) or None
         How well the map had it before; see `symmetry.symmetry_agreement`.
+    noise : mapping of half to rows, or None
+        `noise.noise_facts` of its groups.
+    noise_groups : sequence of str
+        Names of the groups.
     files : mapping of str to str
         File name to what it is.
     settings : mapping
@@ -156,6 +167,8 @@ class ReportData:
     resumed: int = 0
     symmetry: str = "C1"
     symmetry_agreement: Sequence[float] | None = None
+    noise: Mapping[str, Sequence[Sequence[float]]] | None = None
+    noise_groups: Sequence[str] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -203,6 +216,7 @@ def render_report(data: ReportData) -> str:
         iteration_columns=columns,
         iteration_rows=rows,
         particle_images=_particle_images(data),
+        noise_rows=_noise_rows(data),
         bad_particles=data.bad_particles[:_SHOWN_BAD],
         bad_total=_plural(len(data.bad_particles), "particle was", "particles were"),
         bad_more=max(len(data.bad_particles) - _SHOWN_BAD, 0),
@@ -233,7 +247,9 @@ def summarise(data: ReportData) -> str:
             sentences.append(f"The average reaches a resolution of {_angst(crossing.resolution_angst)} (FSC {data.criterion:g}, {curve}).")
     if data.particle_count is not None:
         halves = f", {data.half_counts[0]} and {data.half_counts[1]} in the two half-sets" if data.half_counts else ""
-        sentences.append(f"It holds {_plural(data.particle_count, 'particle', 'particles')}{halves}.")
+        left_out = data.iterations[-1].left_out if data.iterations else None
+        more = f"; {_plural(left_out, 'more was', 'more were')} aligned and left out by score" if left_out else ""
+        sentences.append(f"It holds {_plural(data.particle_count, 'particle', 'particles')}{halves}{more}.")
     if data.symmetry != "C1":
         had = ""
         if data.symmetry_agreement is not None:
@@ -324,11 +340,32 @@ def _iteration_table(iterations: Sequence[IterationSummary]) -> tuple[list[str],
         ("angle sigma", lambda i: i.angle_sigma_deg, lambda v: f"{v:.2f}\u00b0"),
         ("shift sigma", lambda i: i.shift_sigma_angst, lambda v: f"{v:.2f} \u00c5"),
         ("ambiguous", lambda i: i.ambiguous, str),
+        ("left out", lambda i: i.left_out, str),
         ("time", lambda i: i.seconds, _duration),
     ]
     used = [column for column in formats if any(column[1](i) is not None for i in iterations)]
     rows = [["" if get(i) is None else show(get(i)) for _, get, show in used] for i in iterations]
     return [name for name, _, _ in used], rows
+
+
+def _noise_rows(data: ReportData) -> list[list[str]]:
+    """Group, and of each half form, level and gain; of many groups the ranges alone."""
+    if not data.noise or len(data.noise_groups) < 2:
+        return []
+
+    def cells(rows: Sequence[Sequence[float]]) -> list[str]:
+        exponent, epsilon, level, gain = zip(*rows, strict=True)
+        return [f"{_span(exponent)} ({_span(epsilon)})", _span(level), _span(gain)]
+
+    halves = [data.noise[half] for half in sorted(data.noise)]
+    if len(data.noise_groups) > _SHOWN_GROUPS:
+        return [[f"all {len(data.noise_groups)}", *(cell for rows in halves for cell in cells(rows))]]
+    return [[name, *(cell for rows in halves for cell in cells([rows[place]]))] for place, name in enumerate(data.noise_groups)]
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _worker_row(worker: WorkerSummary) -> tuple[str, str, str, str, str]:

@@ -12,7 +12,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from .filters import filter_average
 from .io import ListFormat, list_formats, read_volume, write_particles, write_volume
 from .io.fsc_star import read_fsc_star, write_fsc_star
 from .io.paths import VolumeFinder, whole_file
+from .io.tilt_series import write_optimisation_set
 from .report import IterationSummary, ReportData, WorkerSummary
 from .settings import AlignSettings, AverageSettings, read_job_file, settings_to_toml
 from .symmetry import angle_modulo_deg
@@ -38,6 +39,7 @@ except ImportError:  # not on Windows
 
 FILES = {
     "particles.star": "poses, half-sets, scores and uncertainties; columns of the input kept",
+    "optimisation_set.star": "names the list and the tomograms file, where particles are stacks of tilt images",
     "particles.xml": "the list in its own format, PyTom's, with the new poses",
     "particles.tbl": "the list in its own format, Dynamo's, with the new poses",
     "particles.em": "the list in its own format, TOM/AV3's, with the new poses",
@@ -59,7 +61,7 @@ FILES = {
 _BEFORE_RESULTS = {"job.toml", "provenance.json", "log.txt", "events.jsonl", "start.npz"}
 _OF_ITERATIONS = {
     *(f"{name}{half}.{suffix}" for name, suffix in (("reference", "npy"), ("half", "mrc"), ("start_map", "mrc")) for half in (1, 2)),
-    *("start_map.mrc", "average.mrc", "fsc.star"),
+    *("start_map.mrc", "average.mrc", "fsc.star", "optimisation_set.star"),
     *(name for name in FILES if name.startswith("particles")),
 }
 
@@ -88,6 +90,10 @@ class RunState:
         Of the start map; see `symmetry.symmetry_agreement`.
     margin : (n,) float64 or None
         Log-likelihood above the best other mode of the last search, at most `passes.NO_OTHER_MODE`; None before the first.
+    included : (n,) bool or None
+        Which particles the averages are made of; None: all that can be used.
+    gains : dict of half to floats
+        Scales of the noise groups' signals; empty: all 1.
     """
 
     iteration: int
@@ -104,6 +110,8 @@ class RunState:
     scale: float = 1.0
     symmetry_agreement: tuple[float, float] | None = None
     margin: NDArray[np.float64] | None = None
+    included: NDArray[np.bool_] | None = None
+    gains: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
 
 class RunFolder:
@@ -353,10 +361,15 @@ class RunFolder:
             columns["ngModeMargin"] = state.margin, 0.0
         # what a run knows nothing of (`average` scores nothing) stays as the list has it
         known = {name: np.where(np.isfinite(values), values, worst) for name, (values, worst) in columns.items() if np.isfinite(values).any()}
+        included = np.ones(len(particles), np.int64) if state.included is None else state.included.astype(np.int64)
+        included[list(state.bad)] = 0
+        known["ngIncluded"] = included  # of every list, so that none keeps what an earlier run had left out
         particles = particles.with_poses(state.poses)
         own = list_format_of(particles)
         if own is None:
             write_particles(folder / "particles.star", particles, known)
+            if particles.stacks is not None and particles.stacks.tomograms_path is not None:
+                write_optimisation_set(folder / "optimisation_set.star", folder / "particles.star", particles.stacks.tomograms_path)
             return
         name = "particles_stopgap.star" if own.suffixes == (".star",) else f"particles{own.suffixes[0]}"
         write_particles(folder / name, particles, known, to=own.key)
@@ -403,6 +416,7 @@ class RunFolder:
                 shift_sigma_angst=state.shift_sigma_angst,
                 log_likelihood=state.log_likelihood,
                 margin=np.full(len(state.scores), np.nan) if state.margin is None else state.margin,
+                included=np.ones(0, bool) if state.included is None else state.included,
                 facts=np.array(
                     json.dumps(
                         {
@@ -414,6 +428,7 @@ class RunFolder:
                             "history": state.history,
                             "scale": state.scale,
                             "symmetry_agreement": state.symmetry_agreement,
+                            "gains": {str(half): gains for half, gains in state.gains.items()},
                         },
                         default=_plain,
                     )
@@ -450,6 +465,8 @@ class RunFolder:
                 facts["scale"],
                 tuple(facts["symmetry_agreement"]) if facts.get("symmetry_agreement") else None,
                 stored["margin"],
+                stored["included"] if len(stored["included"]) else None,
+                {int(half): tuple(gains) for half, gains in facts.get("gains", {}).items()},
             )
 
     def write_final(
@@ -477,8 +494,7 @@ def list_format_of(particles: ParticleSet) -> ListFormat | None:
 
 
 def _for_relion(folder: Path, particles: ParticleSet) -> ParticleSet:
-    """The particles under names by which a list in `folder` finds them, their own or absolute ones; tilts, which it cannot hold, stay behind."""
-    particles = replace(particles, weight_paths=tuple(weight if isinstance(weight, Path) else None for weight in particles.weight_paths))
+    """The particles under names by which a list in `folder` finds them, their own or absolute ones."""
     finder = VolumeFinder(folder / "particles.star")
     found = finder.find(particles.names[0])
     if found is not None and found.resolve() == particles.volume_paths[0].resolve():
@@ -568,6 +584,8 @@ def load_report_data(run: Path) -> ReportData:
         resumed=facts.get("resumed", 0),
         symmetry=symmetry,
         symmetry_agreement=facts.get("symmetry_agreement"),
+        noise=facts.get("noise"),
+        noise_groups=facts.get("noise_groups", ()),
         converged=facts.get("converged"),
         provenance=_shown_provenance(folder),
         **maps,

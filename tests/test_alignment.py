@@ -79,7 +79,7 @@ class FakeSession:
         self.searched_from.append(starts.shifts_angst.copy())
         return Candidates(starts.rotations, starts.shifts_angst + [5.0, 0, 0], starts.scores + 1.0)
 
-    def refine(self, candidates, anchor_angst):
+    def refine(self, candidates, anchor_angst, most_steps):
         count = len(candidates)
         nothing = np.zeros(count)
         shifts = candidates.shifts_angst[:, 0] + [0.0, 1.0, 0]
@@ -113,3 +113,23 @@ def test_a_chunk_without_levels_keeps_its_poses():
     session, starts = FakeSession(), np.arange(9.0).reshape(3, 3)
     result = align_chunk(session, ParticleBatch(("a", "b", "c"), lambda i: None), np.eye(3)[None].repeat(3, 0), starts, starts, (), False)
     assert session.levels == [] and result.estimates is None and np.array_equal(result.shifts_angst, starts)
+
+
+def test_a_relaxed_symmetry_starts_from_all_copies_and_keeps_some_of_each():
+    session, starts = FakeSession(), np.arange(6.0).reshape(2, 3)
+    plan = SearchPlan(12.0, 1, 20.0, 20.0, relaxed="D2")
+    levels = search_levels(plan, 64, 4.0, 20.0)
+    assert all(level.keep == 8 for level in levels[:-1]) and levels[-1].keep == MODES
+    seen = []
+
+    def search(candidates, anchor_angst, level):
+        seen.append(candidates)
+        return FakeSession.search(session, candidates, anchor_angst, level)
+
+    session.search = search
+    turns = Rotation.random(2, random_state=1).as_matrix()
+    align_chunk(session, ParticleBatch(("a", "b"), lambda i: None), turns, starts, starts, levels, False, plan)
+    copies = turns[:, None] @ np.array([np.eye(3), np.diag([-1.0, -1, 1]), np.diag([1.0, -1, -1]), np.diag([-1.0, 1, -1])])
+    found = seen[0].rotations.reshape(2, 4, 9)
+    assert np.abs(found[:, :, None] - copies.reshape(2, 1, 4, 9)).max(-1).min(1).max() < 1e-12
+    assert np.array_equal(seen[0].shifts_angst, np.repeat(starts[:, None], 4, axis=1)) and np.isfinite(seen[0].scores).all()
