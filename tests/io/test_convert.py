@@ -208,6 +208,17 @@ def test_what_is_lost_is_one_warning(shared, tmp_path):
     assert lines[1].endswith("out.star: 284 particles, RELION 3.1 STAR")
 
 
+def test_angles_of_no_turn_are_no_loss(tmp_path):
+    """Subtomogram angles that are all zero turn nothing, and nothing is warned of."""
+    cases = [((0.0, 0.0, 0.0), part, origin) for _, part, origin in CASES]
+    path = relion4_list(tmp_path / "p.star", True, cases)
+    result = convert(path, tmp_path / "out.star", "--to", "relion31")
+    assert result.exit_code == 0 and "warning" not in result.output
+    for label in (*ANGLES, *ORIGINS):
+        assert of_cif(tmp_path / "out.star", label) == of_cif(path, label)
+    assert read_particles(path, require_volumes=False).volume_axes is None
+
+
 def test_coordinates_of_unknown_size(shared, tmp_path):
     """To RELION 5 without sizes: voxels stay, and it is said; with a file of tomograms Dynamo's places become RELION 5's."""
     result = convert(shared / "data/lists/relion40_1746.star", tmp_path / "out.star", "--to", "relion5")
