@@ -187,6 +187,24 @@ def test_real_lists_change_nothing_but_what_they_must(shared, tmp_path, key):
             np.testing.assert_allclose(rotations, before.poses.rotations, atol=2e-8)
 
 
+@pytest.mark.parametrize("name", ["relion30_small", "relion30_warp_1037", "relion31_no_optics", "relion_3.1_optics2"])
+def test_older_lists_hold_what_gemmi_finds(shared, name):
+    path = shared / "data/lists" / f"{name}.star"
+    particles = read_particles(path, require_volumes=False)
+    block = block_of(path)
+    assert list(particles.names) == list(block.find_loop("_rlnImageName")) and list(particles.tomograms) == list(
+        block.find_loop("_rlnMicrographName")
+    )
+    np.testing.assert_allclose(particles.poses.rotations, [euler(*row) for row in columns_of(path, *ANGLES)], atol=1e-9)
+    if block.find_loop("_rlnOriginXAngst"):
+        np.testing.assert_allclose(particles.poses.shifts_angst, -columns_of(path, *ORIGINS))
+    elif block.find_loop("_rlnOriginX"):
+        np.testing.assert_allclose(particles.poses.shifts_angst, -columns_of(path, *PIXEL_ORIGINS) * particles.pixel_size_angst)
+    np.testing.assert_array_equal(particles.coordinates.as_voxels(), columns_of(path, *PLACES))
+    assert particles.half.tolist() == [int(v) for v in block.find_loop("_rlnRandomSubset")] or not particles.half.any()
+    assert [p.name for p in particles.weight_paths] == [Path(v).name for v in block.find_loop("_rlnCtfImage")]
+
+
 # ---- the command
 
 
