@@ -346,6 +346,7 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
             *(__version__, command, job.settings.particles, *halves),
             *(plural(plan.workers, "worker"), ", ".join(f"GPU {gpu}" for gpu in plan.gpu_ids) or "the CPU"),
         )
+        logging.getLogger(f"{_LOG}.plan").info("noise: %s", job.noise_groups)
         for line in job.warnings:  # shown already
             logging.getLogger(f"{_LOG}.plan").warning(line)
         with make_executor(
