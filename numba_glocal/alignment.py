@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -178,8 +179,27 @@ def align_chunk(
         Log-likelihood that one unit of score stands for; 0 where scores are no likelihoods. Unlikely candidates are then dropped between levels.
     """
     bad = session.load(particles)
+    usable = ~unusable(bad, len(particles.keys))
+    out_rotations, out_shifts, estimates = _find_poses(session, usable, rotations, shifts_angst, anchor_angst, levels, refine, everywhere, evidence)
+    residuals = session.residuals(out_rotations, out_shifts)
+    session.unload()
+    return ChunkResult(out_rotations, out_shifts, estimates, residuals, bad)
+
+
+def _find_poses(
+    session: SearchSession,
+    usable: NDArray[np.bool_],
+    rotations: NDArray[np.float64],
+    shifts_angst: NDArray[np.float64],
+    anchor_angst: NDArray[np.float64],
+    levels: tuple[SearchLevel, ...],
+    refine: bool,
+    everywhere: bool,
+    evidence: float,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], PoseEstimates | None]:
+    """Poses of the particles that a session has loaded, level by level and refined."""
     candidates = as_candidates(np.broadcast_to(np.eye(3), rotations.shape) if everywhere else rotations, shifts_angst)
-    candidates.scores[unusable(bad, len(particles.keys))] = -np.inf
+    candidates.scores[~usable] = -np.inf
     for level in levels:
         candidates = session.search(drop_unlikely(candidates, evidence), anchor_angst, level)
     found = candidates.scores[:, 0] > -np.inf
@@ -189,11 +209,104 @@ def align_chunk(
         new_rotations, new_shifts = estimates.rotations, estimates.shifts_angst
     else:
         new_rotations, new_shifts = candidates.rotations[:, 0], candidates.shifts_angst[:, 0]
-    out_rotations = np.where(found[:, None, None], new_rotations, rotations)
-    out_shifts = np.where(found[:, None], new_shifts, shifts_angst)
-    residuals = session.residuals(out_rotations, out_shifts)
-    session.unload()
-    return ChunkResult(out_rotations, out_shifts, estimates, residuals, bad)
+    return np.where(found[:, None, None], new_rotations, rotations), np.where(found[:, None], new_shifts, shifts_angst), estimates
+
+
+@dataclass(frozen=True, slots=True)
+class ClassesResult:
+    """What comparing one chunk with every class gives.
+
+    Attributes
+    ----------
+    rotations : (c, p, 3, 3) float64, shifts_angst : (c, p, 3) float64
+        Poses in each class.
+    scores, log_likelihood : (c, p) float64
+        -inf where nothing was refined, and for bad particles.
+    variances : (c, p, 6) float64
+        Of rotation vector (radians) and shift (Angstrom).
+    best : (p,) int64
+        Class of each particle: the one given, or the one that won.
+    residuals : ResidualPower
+        Each particle against its own class.
+    bad : list of (index, reason)
+    """
+
+    rotations: NDArray[np.float64]
+    shifts_angst: NDArray[np.float64]
+    scores: NDArray[np.float64]
+    log_likelihood: NDArray[np.float64]
+    variances: NDArray[np.float64]
+    best: NDArray[np.int64]
+    residuals: ResidualPower
+    bad: list[tuple[int, str]]
+
+
+def align_classes(
+    open_session: Callable[[int], SearchSession],
+    particles: ParticleBatch,
+    rotations: NDArray[np.float64],
+    shifts_angst: NDArray[np.float64],
+    anchor_angst: NDArray[np.float64],
+    levels: tuple[SearchLevel, ...],
+    refine: bool,
+    given: NDArray[np.int64],
+    handicap: NDArray[np.float64],
+    by_likelihood: bool,
+    everywhere: bool = False,
+    evidence: float = 0.0,
+) -> ClassesResult:
+    """Every particle against every class, one class after the other; what was prepared of a particle serves all of them.
+
+    Parameters
+    ----------
+    open_session : callable
+        ``open_session(c)``: the session of class c. It need not outlive the next call.
+    particles : ParticleBatch
+    rotations : (c, p, 3, 3), shifts_angst : (c, p, 3)
+        Starts in each class.
+    anchor_angst, levels, everywhere, evidence
+        As `align_chunk`.
+    refine : bool
+        Without it nothing is compared: residuals are taken at the starts, against the classes `given`.
+    given : (p,) int64
+    handicap : (c, p) float64
+        What a particle's own noise in a class's map adds to its log-likelihood there; taken off before classes are compared.
+    by_likelihood : bool
+        Whether the log-likelihood decides, else the score.
+    """
+    count, size = len(rotations), len(particles.keys)
+    out_rotations, out_shifts = rotations.copy(), shifts_angst.copy()
+    scores, likelihood, variances = np.full((count, size), -np.inf), np.full((count, size), -np.inf), np.full((count, size, 6), np.nan)
+    bad: list[tuple[int, str]] = []
+    best = given.copy()
+    if refine:
+        for c in range(count):
+            session = open_session(c)
+            bad = session.load(particles)
+            usable = ~unusable(bad, size)
+            out_rotations[c], out_shifts[c], estimates = _find_poses(
+                session, usable, rotations[c], shifts_angst[c], anchor_angst, levels, True, everywhere, evidence
+            )
+            session.unload()
+            assert estimates is not None
+            ended = usable & np.isfinite(estimates.scores) & np.isfinite(estimates.log_likelihood)
+            scores[c, ended], likelihood[c, ended] = estimates.scores[ended], estimates.log_likelihood[ended]
+            variances[c] = np.diagonal(estimates.covariances, axis1=1, axis2=2)
+        best = np.argmax(likelihood - handicap if by_likelihood else scores, axis=0).astype(np.int64)
+    residuals: ResidualPower | None = None
+    for c in range(count):
+        rows = np.flatnonzero(best == c).tolist()
+        if not rows:
+            continue
+        session = open_session(c)
+        left_out = session.load(particles.take(rows))
+        power = session.residuals(out_rotations[c, rows], out_shifts[c, rows])
+        session.unload()
+        residuals = power if residuals is None else residuals + power
+        if not refine:
+            bad += [(rows[index], reason) for index, reason in left_out]
+    assert residuals is not None
+    return ClassesResult(out_rotations, out_shifts, scores, likelihood, variances, best, residuals, sorted(bad))
 
 
 def drop_unlikely(candidates: Candidates, evidence: float) -> Candidates:

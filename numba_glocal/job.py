@@ -56,6 +56,8 @@ class Job:
     start_map : (n, n, n) float32 or None
         Low-passed, on the worked grid; None where the start is the average of the given poses, or an earlier iteration.
     warnings : list of str
+    further_start_maps : tuple of (n, n, n) float32
+        Of the second class and those after it.
     """
 
     settings: AlignSettings | AverageSettings
@@ -70,6 +72,7 @@ class Job:
     k_limit: float
     start_map: NDArray[np.float32] | None = field(repr=False)
     warnings: list[str]
+    further_start_maps: tuple[NDArray[np.float32], ...] = field(default=(), repr=False)
 
     @property
     def grid(self) -> Grid:
@@ -145,7 +148,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     size_angst = binned * grid.binned_pixel_size_angst
     k_limit = float(max_band(binned))
     k_min = 0.0
-    reference = None
+    references: list[NDArray[np.float32]] = []
     if isinstance(settings, AlignSettings):
         if settings.lowpass_angst is not None:
             k_limit = min(k_limit, size_angst / settings.lowpass_angst)
@@ -160,10 +163,38 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
             )
         if settings.score == "flcf" and settings.mask is not None:
             raise SettingsError("--score flcf with a --mask file is not supported yet; expected --score ml or ncc, or a spherical mask")
-        if settings.reference is not None and not resume:
-            reference = _start_map(grid, settings.reference, settings.initial_lowpass_angst, particles.pixel_size_source)
+        if not resume:
+            for path in settings.references:
+                references.append(_start_map(grid, path, settings.initial_lowpass_angst, particles.pixel_size_source))
+        warnings += _classes_of_list(particles, settings)
     _check_weights(particles, reader, k_min, k_limit)
-    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings)
+    first, further = (references[0], tuple(references[1:])) if references else (None, ())
+    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, first, warnings, further)
+
+
+def start_classes(particles: ParticleSet, count: int) -> NDArray[np.int64] | None:
+    """Classes, from 0, that the list gives its particles, where each of `count` has two in either half-set."""
+    if particles.classes is None:
+        return None
+    places = [particles.classes[particles.half == half] for half in (1, 2)]
+    if particles.classes.max() > count or any((np.bincount(place, minlength=count + 1)[1 : count + 1] < 2).any() for place in places):
+        return None
+    return particles.classes.astype(np.int64) - 1 if particles.classes.min() > 0 else None
+
+
+def _classes_of_list(particles: ParticleSet, settings: AlignSettings) -> list[str]:
+    """A line where the list's own classes are (not) used."""
+    if settings.classes == 1 or particles.classes is None or len(np.unique(particles.classes)) < 2:
+        return []
+    if settings.further_references:
+        return ["the list's rlnClassNumber is not used: each class has a start map; it is replaced in the result"]
+    if start_classes(particles, settings.classes) is None:
+        found = ", ".join(f"{number} ({int((particles.classes == number).sum())})" for number in np.unique(particles.classes)[:10])
+        return [
+            f"the list's rlnClassNumber is not used: expected 1 to {settings.classes} with two particles of each in either half-set, found {found};"
+            " classes are drawn at random"
+        ]
+    return ["classes start from the list's rlnClassNumber, not at random"]
 
 
 @contextmanager
@@ -291,9 +322,12 @@ def largest_chunk(box_size: int) -> int:
     return int(min(128, max(8, _CHUNK_BYTES // particle_bytes(box_size))))
 
 
-def make_chunks(particles: ParticleSet, anchors_angst: FloatArray, half: int, parts: int = 8, largest: int = 128) -> list[Chunk]:
-    """Chunks of one half-set: a function of the list and the box alone, so that no result depends on workers or their speed."""
-    rows = np.flatnonzero(particles.half == half).astype(np.int64)
+def make_chunks(
+    particles: ParticleSet, anchors_angst: FloatArray, half: int, parts: int = 8, largest: int = 128, chosen: NDArray[np.bool_] | None = None
+) -> list[Chunk]:
+    """Chunks of one half-set, or of those chosen of it: a function of the list and the box alone, so that no result depends on workers."""
+    inside = particles.half == half
+    rows = np.flatnonzero(inside if chosen is None else inside & chosen).astype(np.int64)
     size = int(min(largest, max(8, math.ceil(len(rows) / parts))))
     chunks = []
     for first in range(0, len(rows), size):

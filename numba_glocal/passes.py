@@ -12,16 +12,17 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .alignment import ChunkResult, SearchPlan
+from .alignment import ChunkResult, ClassesResult, SearchPlan
 from .averaging import merge, symmetrise_sums
 from .backends.protocols import WeightedSum
 from .errors import GlocalError, plural
 from .execution.executors import gather_in_order
-from .execution.tasks import AlignTask, ReferenceFile, SumResult, SumTask, run_task
+from .execution.tasks import AlignTask, ClassesTask, ReferenceFile, SumResult, SumTask, run_task
 from .job import Job, largest_chunk, make_chunks
 from .noise import NoiseModel, ResidualPower, fit_noise
-from .results import RunFolder, RunState
+from .results import ClassState, RunFolder, RunState
 from .settings import AlignSettings
 from .symmetry import grid_factors
 from .values import Poses
@@ -142,14 +143,67 @@ class Passes:
             aligned.take(task, result)
         return aligned
 
-    def sums(self, title: str, poses: Poses, noise: dict[int, NoiseModel], symmetry: str | None = None) -> dict[int, WeightedSum]:
-        """Sums of both halves at given poses, each half by itself with the run's symmetry (or the one given)."""
+    def classes(
+        self,
+        title: str,
+        classes: ClassState,
+        references: list[dict[int, ReferenceFile]],
+        noise: dict[int, NoiseModel],
+        k_max: float,
+        plan: SearchPlan | None,
+        refine: bool,
+    ) -> ClassesAligned:
+        """One pass of every particle over the classes of its half; without `refine` over its own class only, for residuals."""
+        settings = self.job.settings
+        assert isinstance(settings, AlignSettings)
+        limit = math.inf if settings.max_shift_angst is None else settings.max_shift_angst
+        given = np.maximum(classes.numbers - 1, 0)
+        tasks = []
+        for half in HALVES:
+            files = tuple(of_class[half] for of_class in references)
+            for chunk in make_chunks(self.job.particles, self.anchors, half, largest=self.largest_chunk):
+                common = AlignTask(
+                    chunk,
+                    self.job.reader,
+                    files[0],
+                    self.job.particle_mask,
+                    noise[half],
+                    settings.score,
+                    self.job.k_min,
+                    k_max,
+                    limit,
+                    plan,
+                    self.job.radius_voxels,
+                    refine,
+                )
+                rows = chunk.rows
+                handicap = classes.own_gain[:, half - 1 : half] * classes.shares[:, rows]
+                tasks.append(ClassesTask(common, files, classes.rotations[:, rows], classes.shifts_angst[:, rows], given[rows], handicap))
+        aligned = ClassesAligned(classes, self.job.grid.binned_box_size // 2 + 1)
+        for task, result in self.results(title, tasks):
+            aligned.take(task, result)
+        return aligned
+
+    def sums(
+        self,
+        title: str,
+        poses: Poses,
+        noise: dict[int, NoiseModel],
+        symmetry: str | None = None,
+        shares: NDArray[np.float64] | None = None,
+    ) -> dict[int, WeightedSum]:
+        """Sums of both halves at given poses, each half by itself with the run's symmetry (or the one given).
+
+        With shares (n,) a particle counts as much as that; those with nothing are not looked at.
+        """
         particles = self.job.particles.with_poses(poses)
         turns, grid_turns = grid_factors(symmetry or self.job.settings.symmetry)
+        chosen = None if shares is None else shares > 0
+        partial = shares if shares is not None and np.any(shares[shares > 0] != 1.0) else None
         tasks = [
-            SumTask(chunk, self.job.reader, noise[half], turns if len(turns) > 1 else None)
+            SumTask(chunk, self.job.reader, noise[half], turns if len(turns) > 1 else None, None if partial is None else partial[chunk.rows])
             for half in HALVES
-            for chunk in make_chunks(particles, self.anchors, half, self._sum_parts, self._sum_chunk)
+            for chunk in make_chunks(particles, self.anchors, half, self._sum_parts, self._sum_chunk, chosen)
         ]
         totals: dict[int, WeightedSum] = {}
         for task, result in self.results(title, tasks):
@@ -172,6 +226,41 @@ class Passes:
                 unusable = plural(len(self.bad), "particle")
                 raise GlocalError(f"half-set {half} has no usable particles; expected at least 2 ({unusable} of the list cannot be used)")
         return {half: fit_noise(residuals[half], min(3, int(k_max)), int(k_max)) for half in HALVES}
+
+
+class ClassesAligned:
+    """Results of one pass over the classes, put back in the list's order.
+
+    Attributes
+    ----------
+    classes : ClassState
+        With the new poses; shares and margins as before.
+    scores, log_likelihood : (c, n) float64
+        -inf where there is none.
+    angle_sigma_deg, shift_sigma_angst : (c, n) float64
+    best : (n,) int64
+        Class of each particle, from 0.
+    residuals : dict of half to ResidualPower
+    """
+
+    def __init__(self, classes: ClassState, n_shells: int) -> None:
+        shape = classes.shares.shape
+        self.classes = replace(classes, rotations=classes.rotations.copy(), shifts_angst=classes.shifts_angst.copy())
+        self.scores, self.log_likelihood = np.full(shape, -np.inf), np.full(shape, -np.inf)
+        self.angle_sigma_deg, self.shift_sigma_angst = np.full(shape, np.nan), np.full(shape, np.nan)
+        self.best = np.zeros(shape[1], np.int64)
+        self.residuals = {half: ResidualPower.empty(n_shells) for half in HALVES}
+
+    def take(self, task: ClassesTask, result: ClassesResult) -> None:
+        """Adds one chunk's result."""
+        rows = task.chunk.rows
+        self.classes.rotations[:, rows], self.classes.shifts_angst[:, rows] = result.rotations, result.shifts_angst
+        self.scores[:, rows], self.log_likelihood[:, rows] = result.scores, result.log_likelihood
+        variance = np.maximum(result.variances, 0.0)
+        self.angle_sigma_deg[:, rows] = np.rad2deg(np.sqrt(variance[..., :3].mean(2)))
+        self.shift_sigma_angst[:, rows] = np.sqrt(variance[..., 3:].mean(2))
+        self.best[rows] = result.best
+        self.residuals[task.chunk.half] = self.residuals[task.chunk.half] + result.residuals
 
 
 class Aligned:

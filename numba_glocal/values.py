@@ -90,6 +90,8 @@ class ParticleSet:
         Edge of the particle volumes in voxels.
     premultiplied : bool
         True when volumes are already multiplied by their CTF and the weight volume holds CTF^2.
+    classes : (n,) int32 or None
+        Class of each particle, from 1, as the list has it; None when it says nothing.
     source : object
         The document the list came from, with every column, block and digit, so that it can be written back.
     """
@@ -105,6 +107,7 @@ class ParticleSet:
     pixel_size_source: str
     box_size: int
     premultiplied: bool = False
+    classes: NDArray[np.int32] | None = None
     source: Any = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
@@ -131,6 +134,7 @@ class ParticleSet:
             half=self.half[index],
             tomograms=tuple(self.tomograms[i] for i in index),
             groups=self.groups[index],
+            classes=None if self.classes is None else self.classes[index],
             source=source,
         )
 

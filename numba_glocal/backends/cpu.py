@@ -654,8 +654,14 @@ class CPUSumSession:
         self._tables = {signed: setup.noise.inverse_table(signed) for signed in (False, True)}
         self._count = 0
 
-    def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
-        """Inserts particles at their poses; returns (index, reason) of those left out."""
+    def add(
+        self,
+        particles: ParticleBatch,
+        rotations: NDArray[np.float64],
+        shifts_angst: NDArray[np.float64],
+        shares: NDArray[np.float64] | None = None,
+    ) -> list[tuple[int, str]]:
+        """Inserts particles at their poses, by their shares; returns (index, reason) of those left out."""
         grid, n, band = self.setup.grid, self._n, self._band
         bad = []
         numerator, denominator = np.empty(len(band.index), np.complex64), np.empty(len(band.index), np.float32)
@@ -689,6 +695,9 @@ class CPUSumSession:
                 numerator,
                 denominator,
             )
+            if shares is not None:
+                numerator *= np.float32(shares[index])
+                denominator *= np.float32(shares[index])
             kernels.insert(self._sums, 2 * self._offset + 1, self._offset, band.k, _matrix(rotations[index]), _SCALE, numerator, denominator)
             self._count += 1
         return bad

@@ -151,6 +151,16 @@ class ParticleBatch:
     read_raw: Callable[[int, NDArray[np.float32]], NDArray[np.float32]] | None = None
     normalisation: Normalisation | None = None
 
+    def take(self, rows: Sequence[int]) -> ParticleBatch:
+        """Those at `rows`, in that order."""
+        read, read_raw = self.read, self.read_raw
+        return ParticleBatch(
+            tuple(self.keys[row] for row in rows),
+            lambda index: read(rows[index]),
+            None if read_raw is None else lambda index, out: read_raw(rows[index], out),
+            self.normalisation,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SearchLevel:
@@ -281,8 +291,14 @@ class SearchSession(Protocol):
 class SumSession(Protocol):
     """Sums of one half-set."""
 
-    def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
-        """Adds particles at poses; returns (index, reason) of those left out."""
+    def add(
+        self,
+        particles: ParticleBatch,
+        rotations: NDArray[np.float64],
+        shifts_angst: NDArray[np.float64],
+        shares: NDArray[np.float64] | None = None,
+    ) -> list[tuple[int, str]]:
+        """Adds particles at poses, each as much as its share (p,) says, wholly by default; returns (index, reason) of those left out."""
 
     def result(self) -> WeightedSum:
         """What has been added."""

@@ -433,8 +433,14 @@ class ReferenceSumSession:
         self._kernel_sum = np.zeros((n, n, n))
         self._count = 0
 
-    def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
-        """Adds particles at poses; returns (index, reason) of those left out."""
+    def add(
+        self,
+        particles: ParticleBatch,
+        rotations: NDArray[np.float64],
+        shifts_angst: NDArray[np.float64],
+        shares: NDArray[np.float64] | None = None,
+    ) -> list[tuple[int, str]]:
+        """Adds particles at poses, by their shares; returns (index, reason) of those left out."""
         bad = []
         for index in range(len(particles.keys)):
             try:
@@ -442,13 +448,15 @@ class ReferenceSumSession:
             except BadParticleError as problem:
                 bad.append((index, problem.reason))
                 continue
-            self._add(np.asarray(volume, np.float64), np.asarray(weight, np.float64), rotations[index], shifts_angst[index] / self._voxel_angst)
+            share = 1.0 if shares is None else float(shares[index])
+            shift = shifts_angst[index] / self._voxel_angst
+            self._add(np.asarray(volume, np.float64), np.asarray(weight, np.float64), rotations[index], shift, share)
             self._count += 1
         return bad
 
-    def _add(self, volume: Float, weight: Float, rotation: Float, shift: Float) -> None:
+    def _add(self, volume: Float, weight: Float, rotation: Float, shift: Float, share: float) -> None:
         n = self._n
-        wc = weight / self.setup.noise.variance_form(_relative_weight(weight))
+        wc = share * weight / self.setup.noise.variance_form(_relative_weight(weight))
         spectrum = _half_spectrum(volume)
         values = (wc * spectrum)[self._used] * np.exp(2j * np.pi / n * (self._k @ shift))
         weights = (wc * weight)[self._used]

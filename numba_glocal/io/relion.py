@@ -163,6 +163,7 @@ def read_relion_particles(
         pixel_size_source=source_text,
         box_size=box_size,
         premultiplied=flag if premultiplied is None else premultiplied,
+        classes=_classes(block),
         source=RelionSource(document, block.name, np.arange(block.n_rows), poses, half, list_pixel_size),
     )
 
@@ -287,6 +288,14 @@ def _groups(block: StarBlock, optics: StarBlock | None) -> NDArray[np.int32]:
             index[key] = len(index)
         groups[row] = index[key]
     return groups
+
+
+def _classes(block: StarBlock) -> NDArray[np.int32] | None:
+    """Class numbers; None where there is no column, or one that does not hold whole numbers (nobody asked for it)."""
+    if "rlnClassNumber" not in block.labels:
+        return None
+    texts = [_whole(text) for text in block.texts("rlnClassNumber")]
+    return np.array(texts, np.int32) if all(text.isdecimal() and len(text) < 9 for text in texts) else None
 
 
 def _whole(text: str) -> str:

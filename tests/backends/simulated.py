@@ -225,7 +225,8 @@ def test_as_the_cpu_backend_and_nothing_is_read_twice(make_case):
     np.testing.assert_allclose(a.shifts_angst, b.shifts_angst, atol=0.02)
     np.testing.assert_allclose(a.log_likelihood, b.log_likelihood, rtol=1e-4)
     sums = [backend.open_sum(SumSetup(case.setup.grid, case.setup.particle_mask, case.setup.noise)) for backend in (gpu, cpu)]
-    assert sums[0].add(batch, case.rotations, case.shifts_angst) == sums[1].add(case.batch, case.rotations, case.shifts_angst) == []
+    for total, given in zip(sums, (batch, case.batch), strict=True):
+        assert total.add(given, case.rotations, case.shifts_angst, np.array([1.0, 0.3])) == []
     a, b = (session.result() for session in sums)
     np.testing.assert_allclose(a.numerator, b.numerator, atol=1e-5 * np.abs(b.numerator).max())
     np.testing.assert_allclose(a.denominator, b.denominator, atol=1e-5 * b.denominator.max())

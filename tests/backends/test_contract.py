@@ -460,6 +460,22 @@ def test_sums_are_the_oracles(make_backend, make_case, n, weight, gamma):
     np.testing.assert_allclose(fast.numerator, exact.numerator, atol=(0.01 if gamma else 1e-5) * np.abs(exact.numerator).max())
 
 
+def test_a_share_is_that_part_of_a_particle(make_backend, make_case):
+    """Sums are linear in the shares: a half and a quarter of two particles are a half and a quarter of each one's own sums."""
+    case = make_case(16, "ctf2", gamma=1.0, particles=2)
+    setup = SumSetup(case.setup.grid, case.setup.particle_mask, case.setup.noise)
+    for backend, tolerance in ((make_backend(), 1e-5), (ReferenceBackend(), 1e-12)):
+        sums = []
+        for shares in ([1.0, 0.0], [0.0, 1.0], [0.5, 0.25]):
+            session = backend.open_sum(setup)
+            assert session.add(case.batch, case.rotations, case.shifts_angst, np.array(shares)) == []
+            sums.append(session.result())
+        for part in ("numerator", "denominator"):
+            first, second, both = (getattr(one, part) for one in sums)
+            np.testing.assert_allclose(both, 0.5 * first + 0.25 * second, atol=tolerance * np.abs(both).max())
+            assert np.abs(second).max() > 0.1 * np.abs(first).max()
+
+
 @pytest.mark.parametrize("n", [16, 15])
 def test_average_is_the_object(make_backend, make_case, n):
     """Noise-free particles with a wedge, in many directions: the map is the phantom, and what real-space rotation gives."""

@@ -913,6 +913,7 @@ def insert(
     table_scale,
     rotations,
     shifts,
+    shares,
 ):
     """Adds particles to an average; a thread a sample. Sums are integers, so that their order does not matter.
 
@@ -922,6 +923,8 @@ def insert(
         re, im in units of 1 / NUMERATOR_SCALE, weight in units of 1 / DENOMINATOR_SCALE; ``c + 2`` columns.
     rotations : (p, 9) float32, shifts : (p, 3) float32
         R, and s / box.
+    shares : (p,) float32
+        How much of each particle is added; 1 changes no bit.
     """
     i, p = cuda.grid(1), cuda.blockIdx.y
     if i >= cube_index.shape[0]:
@@ -931,7 +934,7 @@ def insert(
     if ctf == 0:
         return
     place = min(int32(abs(ctf) * table_scale[kind] + float32(0.5)), tables.shape[1] - 1)
-    w = tables[signed[kind], place] * ctf
+    w = tables[signed[kind], place] * ctf * shares[p]
     kx, ky, kz = float32(k[3 * i]), float32(k[3 * i + 1]), float32(k[3 * i + 2])
     turns = kx * shifts[p, 0] + ky * shifts[p, 1] + kz * shifts[p, 2]
     turns -= math.floor(turns + float32(0.5))

@@ -34,19 +34,28 @@ class CUDASumSession:
         self._tables = cuda.to_device(np.stack([setup.noise.inverse_table(False), setup.noise.inverse_table(True)]))
         self._count = 0
 
-    def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
-        """Inserts particles at their poses; returns (index, reason) of those left out."""
+    def add(
+        self,
+        particles: ParticleBatch,
+        rotations: NDArray[np.float64],
+        shifts_angst: NDArray[np.float64],
+        shares: NDArray[np.float64] | None = None,
+    ) -> list[tuple[int, str]]:
+        """Inserts particles at their poses, by their shares; returns (index, reason) of those left out."""
         store = self.backend.store(self.setup.grid)
         grid = self.setup.grid
         shifts = angst_to_voxels(shifts_angst, grid.pixel_size_angst, grid.box_size, self._n) / self._n
+        parts = np.ones(len(particles.keys)) if shares is None else shares
         bad: list[tuple[int, str]] = []
         for resident in store.batches(particles, range(len(particles.keys)), bad):
-            self._insert(store, resident, rotations[resident.index].reshape(-1, 9), shifts[resident.index])
+            self._insert(store, resident, rotations[resident.index].reshape(-1, 9), shifts[resident.index], parts[resident.index])
         store.stream.synchronize()
         self._count += len(particles.keys) - len(bad)
         return sorted(bad)
 
-    def _insert(self, store: ParticleStore, resident: Resident, rotations: NDArray[np.float64], shifts: NDArray[np.float64]) -> None:
+    def _insert(
+        self, store: ParticleStore, resident: Resident, rotations: NDArray[np.float64], shifts: NDArray[np.float64], parts: NDArray[np.float64]
+    ) -> None:
         """Adds a batch that is on the device."""
         cubes, weights = store.cubes(resident), store.weights
         device_weights = weights.device()
@@ -70,6 +79,7 @@ class CUDASumSession:
             table_scale,
             cuda.to_device(rotations.astype(np.float32), stream=stream),
             cuda.to_device(shifts.astype(np.float32), stream=stream),
+            cuda.to_device(parts.astype(np.float32), stream=stream),
         )
 
     def result(self) -> WeightedSum:
