@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 Measured = dict[str, Any]
 KINDS = ("whole", "less")
-_REMOVED = 0.1
 _SOFT_VOXELS = 2.0
 # a direction (z, y, x) in which the map ends in a lobe of its own
 _DIRECTION = (0.0, 0.8, 0.6)
@@ -62,7 +61,7 @@ def without_lobe(volume: NDArray[np.float64], share: float, direction: tuple[flo
     return outside + (volume - outside) * kept
 
 
-def make_set(folder: Path, shared: Path, count: int, box_size: int, pixel_angst: float, snr: float) -> None:
+def make_set(folder: Path, shared: Path, count: int, box_size: int, pixel_angst: float, snr: float, removed: float) -> None:
     """`count` particles of each kind, and one list of all."""
     if (folder / "start.star").is_file():
         return
@@ -72,7 +71,7 @@ def make_set(folder: Path, shared: Path, count: int, box_size: int, pixel_angst:
     source = -np.asarray(emfile.read(str(shared / "data" / "maps" / "ribo.em"))[1], np.float64)  # density is dark there
     for seed, kind in enumerate(KINDS, 11):
         with mrcfile.new(folder / f"{kind}.mrc", overwrite=True) as file:
-            file.set_data((source if kind == "whole" else without_lobe(source, _REMOVED, _DIRECTION)).astype(np.float32))
+            file.set_data((source if kind == "whole" else without_lobe(source, removed, _DIRECTION)).astype(np.float32))
         options = f"--scale {100 / box_size} --n {count} --box {box_size} --angpix {pixel_angst} --snr {snr} --ctf --seed {seed}".split()
         command = [sys.executable, str(shared / "tools" / "make_dataset.py"), str(folder / kind), "--map", str(folder / f"{kind}.mrc"), *options]
         print(f"making {folder / kind} ..", flush=True)
@@ -155,6 +154,7 @@ def main(arguments: list[str] | None = None, folder: Path = RESULTS) -> None:
     parser.add_argument("--count", type=int, default=100, help="particles of each kind, where the set is made")
     parser.add_argument("--box", type=int, default=64, help="its box; 435 A whatever it is")
     parser.add_argument("--snr", type=float, default=0.05)
+    parser.add_argument("--removed", type=float, default=0.1, help="share of the mass that the lobe holds")
     parser.add_argument("--iterations", type=int, default=4)
     parser.add_argument("--starts", nargs="+", default=["maps", "random"], choices=["maps", "random"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the random assignment")
@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None, folder: Path = RESULTS) -> None:
     for path in {options.data, options.output}:  # names, not where they lie here
         about["command"] = about["command"].replace(str(path), path.name)
     if not (options.data / "start.star").is_file():
-        make_set(options.data, need_shared(), options.count, options.box, 435.2 / options.box, options.snr)
+        make_set(options.data, need_shared(), options.count, options.box, 435.2 / options.box, options.snr, options.removed)
     maps = [str(options.data / kind / "truth.mrc") for kind in KINDS]
     usual = ["--iterations", str(options.iterations), *([] if options.gpus is None else ["--gpus", options.gpus]), *options.more]
     rows: list[Measured] = []

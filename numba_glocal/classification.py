@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .averaging import merge, reconstruct
 from .common_frame import CommonFrame
 from .errors import GlocalError, plural
-from .execution.tasks import ReferenceFile
+from .execution.tasks import ReferenceFile, array_digest
 from .file_writer import FileWriter
 from .filters import lowpass
 from .fourier import grid_band, max_band
@@ -110,8 +110,8 @@ class Classification:
     def _own_gain(self, value: NDArray[np.float64], particles: float, k_max: float) -> float:
         """What a particle gains in log-likelihood against a map that it is one of `particles` in, by its own noise.
 
-        A share ``value / particles`` of what the map holds in a shell is that particle's own, up to the copies of a symmetry, and of
-        each sample's noise, which is 1 in units of its variance, that share counts twice: once with each sign of ``2 num``.
+        A share ``value / particles`` of what the map holds in a shell is that particle's own (less by the copies of a symmetry); of the
+        noise power in each sample, which is 1 in units of its variance, that share counts twice in ``2 num``.
         """
         n = self.job.grid.binned_box_size
         band = grid_band(n, float(max_band(n)))
@@ -137,25 +137,37 @@ class Classification:
         looked = self.passes.align(f"{name}: noise", state, references, self.passes.flat_noise(), state.k_max, None, False)
         noise = self.passes.fit_noise(looked.residuals, state.k_max)
         k_low = min(state.k_max, max(3.0, float(int(job.shell_of(settings.initial_lowpass_angst)))))
-        usable = np.isfinite(state.scores)
+        usable = np.asarray(np.isfinite(state.scores))
         given = start_classes(job.particles, k)
         numbers = self._drawn(usable) if given is None else np.where(usable, given, -1)
         classes = ClassState.same_poses(k, state.poses)
         classes.shares = _one_hot(numbers, k)
-        rounds, change = 0, 1.0
-        while given is None and rounds < _ROUNDS and change > _FEW_CHANGE:
-            rounds += 1
-            crossed = self._crossed_references(f"{name}: classes, round {rounds}", state, classes, noise)
-            aligned = self.passes.classes(f"{name}: classes, round {rounds}", classes, crossed, noise, k_low, None, True)
-            found = np.where(usable, aligned.best, -1)
-            change = float((found != numbers)[usable].mean())
-            numbers = found
-            classes.shares, classes.margins = _one_hot(numbers, k), margins_of(aligned.log_likelihood, aligned.best)
-            _log.info("classes, round %d: %s, %.1f %% changed", rounds, _counts_text(np.bincount(numbers[usable], minlength=k)), 100 * change)
-            self._refuse_empty(classes)
+        rounds = 0 if given is not None else self._search(name, state, classes, noise, k_low, usable)
+        counts = classes.shares.sum(1).astype(int)
         self._write_begun(f"{name}: classes", state, classes, noise, k_low)
-        self.folder.event("classes", start="random" if given is None else "list", rounds=rounds, counts=np.bincount(numbers[usable], minlength=k))
+        self.folder.event("classes", start="random" if given is None else "list", rounds=rounds, counts=counts)
         return replace(state, classes=classes)
+
+    def _search(self, name: str, state: RunState, classes: ClassState, noise: dict[int, NoiseModel], k_low: float, usable: NDArray[np.bool_]) -> int:
+        """Rounds in which the halves find each other's classes in turn, until few particles change; returns how many."""
+        k, half_of = len(classes.shares), self.job.particles.half
+        fsc = self.maps.fsc(self._half_maps_of(state.iteration))
+        changed = {1: 1.0, 2: 1.0}
+        for number in range(1, _ROUNDS + 1):
+            half, other = (1, 2) if number % 2 else (2, 1)
+            title = f"{name}: classes, round {number}"
+            references, gain = self._maps_for_other(title, state, classes, noise, half, fsc, k_low)
+            handicap = np.repeat(-0.5 * gain[:, None], len(usable), 1)  # none of these particles is in the maps
+            aligned = self.passes.classes(title, classes, references, noise, k_low, None, True, handicap, (other,))
+            rows = np.flatnonzero(usable & (half_of == other))
+            found = _one_hot(aligned.best[rows], k)
+            changed[other] = float((found != classes.shares[:, rows]).any(0).mean())
+            classes.shares[:, rows] = found
+            _log.info("classes, round %d: %s, %.1f %% of half %d changed", number, _counts_text(found.sum(1)), 100 * changed[other], other)
+            self._refuse_empty(classes)
+            if max(changed.values()) <= _FEW_CHANGE:
+                break
+        return number
 
     def _drawn(self, usable: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Random classes, as many particles of each half in each; -1 for unusable ones."""
@@ -166,16 +178,37 @@ class Classification:
             numbers[rng.permutation(rows)] = np.arange(len(rows)) % self._settings.classes
         return numbers
 
-    def _crossed_references(self, name: str, state: RunState, classes: ClassState, noise: dict[int, NoiseModel]) -> list[dict[int, ReferenceFile]]:
-        """Class maps of each half as references of the other."""
-        folder = self.folder.iteration_folder(state.iteration)
-        for c in range(len(classes.shares)):
-            sums = self.passes.sums(f"{name}: averages of class {c + 1}", state.poses, noise, shares=classes.shares[c])
-            volumes = self.maps.posterior_means(sums, self.maps.fsc(self.maps.half_maps(sums)))
+    def _half_maps_of(self, iteration: int, start: str = "") -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Half-maps that an iteration left."""
+        folder = self.folder.iteration_folder(iteration)
+        return read_volume(folder / f"{start}half1.mrc").data, read_volume(folder / f"{start}half2.mrc").data
+
+    def _maps_for_other(
+        self, name: str, state: RunState, classes: ClassState, noise: dict[int, NoiseModel], half: int, fsc: FSCCurve, k_low: float
+    ) -> tuple[list[dict[int, ReferenceFile]], NDArray[np.float64]]:
+        """Class maps of one half as references of the other, and what a particle's own noise would be worth in them.
+
+        Parameters
+        ----------
+        fsc : FSCCurve
+            Of all particles' half-maps: a class has its share of their signal-to-noise ratio.
+        """
+        folder, inside = self.folder.iteration_folder(state.iteration), self.job.particles.half == half
+        value = self.maps.signal_share(fsc)
+        whole = float(classes.shares[:, inside].sum())
+        gain = np.zeros(len(classes.shares))
+        for c, shares in enumerate(classes.shares):
+            held = float(shares[inside].sum())
+            ratio = value / (1.0 - value) * held / whole
+            sums = self.passes.sums(f"{name}: averages of class {c + 1}", state.poses, noise, shares=shares * inside)
+            volume = self.maps.masked(reconstruct(sums[half], self.job.grid.binned_box_size, ratio))
+            gain[c] = self._own_gain(ratio / (1.0 + ratio), held, k_low)
             with FileWriter() as writer:
-                for half in HALVES:
-                    self.maps.write_reference(folder / f"{prefix(c)}reference{half}.npy", volumes[3 - half], writer)
-        return [self.maps.references(state.iteration, prefix(c)) for c in range(len(classes.shares))]
+                self.maps.write_reference(folder / f"{prefix(c)}reference{3 - half}.npy", volume, writer)
+        files = [
+            ReferenceFile(path, array_digest(np.load(path))) for path in (folder / f"{prefix(c)}reference{3 - half}.npy" for c in range(len(gain)))
+        ]
+        return [{3 - half: file} for file in files], gain
 
     def _write_begun(self, name: str, state: RunState, classes: ClassState, noise: dict[int, NoiseModel], k_low: float) -> None:
         """References of the first iteration with classes, and what a particle's own noise is worth in them."""
@@ -223,13 +256,14 @@ class Classification:
         flat = self.passes.flat_noise()
         looked = self.passes.classes(f"{name}: noise", before, looked_with if plan.everywhere else references, flat, state.k_max, None, False)
         noise = self.passes.fit_noise(looked.residuals, state.k_max)
-        aligned = self.passes.classes(f"{name}: align", before, references, noise, state.k_max, plan, True)
+        handicap = before.handicap(job.particles.half)
+        aligned = self.passes.classes(f"{name}: align", before, references, noise, state.k_max, plan, True, handicap)
         noise = self.passes.fit_noise(aligned.residuals, state.k_max)
         if number <= _REFITS:
-            aligned = self.passes.classes(f"{name}: refine", aligned.classes, references, noise, state.k_max, None, True)
+            aligned = self.passes.classes(f"{name}: refine", aligned.classes, references, noise, state.k_max, None, True, handicap)
             noise = self.passes.fit_noise(aligned.residuals, state.k_max)
         classes = aligned.classes
-        likelihood = self._without_own(aligned.log_likelihood, before)
+        likelihood = aligned.log_likelihood - handicap
         by_likelihood = settings.score == "ml"
         classes.shares = shares_of(likelihood if by_likelihood else aligned.scores, settings.class_assignment == "soft")
         usable = np.asarray(classes.shares.any(0))
@@ -292,11 +326,6 @@ class Classification:
             record["seconds"],
         )
         return next_state, self._result(reached)
-
-    def _without_own(self, log_likelihood: NDArray[np.float64], before: ClassState) -> NDArray[np.float64]:
-        """Likelihoods without what the particles' own noise in the maps adds."""
-        half = self.job.particles.half.astype(np.intp)
-        return np.asarray(log_likelihood - before.own_gain[:, half - 1] * before.shares)
 
     def _average(
         self,
@@ -369,9 +398,7 @@ class Classification:
         reached = []
         for record in state.history[-1]["classes"]:
             start = prefix(record["number"] - 1)
-            fsc: FSCCurve | None = None
-            if (folder / f"{start}average.mrc").exists():
-                fsc = self.maps.fsc((read_volume(folder / f"{start}half1.mrc").data, read_volume(folder / f"{start}half2.mrc").data))
+            fsc = self.maps.fsc(self._half_maps_of(state.iteration, start)) if (folder / f"{start}average.mrc").exists() else None
             counts = tuple(record["half_counts"])
             reached.append(ClassResult(record["number"], counts, record["share"], fsc, None if fsc is None else self.maps.crossing(fsc)))
         return self._result(reached)
@@ -411,7 +438,7 @@ def class_text(result: ClassResult) -> str:
     return f"class {result.number} {100 * result.share:.0f} % ({result.half_counts[0]} + {result.half_counts[1]}) {where}"
 
 
-def _counts_text(counts: NDArray[np.int64]) -> str:
+def _counts_text(counts: NDArray[np.float64]) -> str:
     return " + ".join(str(int(count)) for count in counts) + " " + plural(int(counts.sum()), "particle").split(" ", 1)[1]
 
 

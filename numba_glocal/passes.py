@@ -152,14 +152,20 @@ class Passes:
         k_max: float,
         plan: SearchPlan | None,
         refine: bool,
+        handicap: NDArray[np.float64] | None = None,
+        halves: tuple[int, ...] = HALVES,
     ) -> ClassesAligned:
-        """One pass of every particle over the classes of its half; without `refine` over its own class only, for residuals."""
+        """One pass of every particle (of the halves given) over the classes of its half; without `refine` over its own class only, for residuals.
+
+        `handicap` (c, n) is taken off the log-likelihoods before they are compared, 0 by default.
+        """
         settings = self.job.settings
         assert isinstance(settings, AlignSettings)
         limit = math.inf if settings.max_shift_angst is None else settings.max_shift_angst
         given = np.maximum(classes.numbers - 1, 0)
+        handicap = np.zeros(classes.shares.shape) if handicap is None else handicap
         tasks = []
-        for half in HALVES:
+        for half in halves:
             files = tuple(of_class[half] for of_class in references)
             for chunk in make_chunks(self.job.particles, self.anchors, half, largest=self.largest_chunk):
                 common = AlignTask(
@@ -177,8 +183,7 @@ class Passes:
                     refine,
                 )
                 rows = chunk.rows
-                handicap = classes.own_gain[:, half - 1 : half] * classes.shares[:, rows]
-                tasks.append(ClassesTask(common, files, classes.rotations[:, rows], classes.shifts_angst[:, rows], given[rows], handicap))
+                tasks.append(ClassesTask(common, files, classes.rotations[:, rows], classes.shifts_angst[:, rows], given[rows], handicap[:, rows]))
         aligned = ClassesAligned(classes, self.job.grid.binned_box_size // 2 + 1)
         for task, result in self.results(title, tasks):
             aligned.take(task, result)

@@ -76,7 +76,7 @@ class ClassState:
     margins : (n,) float64
         Log-likelihood of the best class above the second; NaN where unknown.
     own_gain : (c, 2) float64
-        What a particle that is wholly in a class's map of its half gains there in log-likelihood by its own noise.
+        What a particle that is wholly in a class's map of its half gains there in log-likelihood by its own noise (docs/scoring.md, 8).
     """
 
     rotations: NDArray[np.float64]
@@ -89,6 +89,13 @@ class ClassState:
     def numbers(self) -> NDArray[np.int64]:
         """Class of each particle, from 1; 0 for none."""
         return np.where(self.shares.any(0), 1 + np.argmax(self.shares, axis=0), 0)
+
+    def handicap(self, half: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
+        """Log-likelihood (c, n) that particles of half-sets `half` (n,) have in the present maps, and would not have in maps without noise.
+
+        Noise takes from every particle half of what it gives to one that is in the map.
+        """
+        return np.asarray(self.own_gain[:, half.astype(np.intp) - 1] * (self.shares - 0.5))
 
     @staticmethod
     def same_poses(count: int, poses: Poses) -> ClassState:
