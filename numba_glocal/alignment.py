@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backends.protocols import Candidates, ParticleBatch, PoseEstimates, SearchLevel, SearchSession, as_candidates, unusable
-from .noise import ResidualPower
+from .noise import NoiseModel, ResidualPower, held_in_average
 from .sampling import local_rotations, rotations_for_increment
 
 SEEDS = 4
@@ -228,6 +228,8 @@ class ClassesResult:
         Class of each particle: the one given, or the one that won.
     residuals : ResidualPower
         Each particle against its own class.
+    held_weight, held_power : (p, shells) float64
+        What each particle brings to an average; see `noise.held_in_average`.
     bad : list of (index, reason)
     """
 
@@ -238,6 +240,8 @@ class ClassesResult:
     variances: NDArray[np.float64]
     best: NDArray[np.int64]
     residuals: ResidualPower
+    held_weight: NDArray[np.float64]
+    held_power: NDArray[np.float64]
     bad: list[tuple[int, str]]
 
 
@@ -251,6 +255,7 @@ def align_classes(
     refine: bool,
     given: NDArray[np.int64],
     handicap: NDArray[np.float64],
+    noise: NoiseModel,
     by_likelihood: bool,
     everywhere: bool = False,
     evidence: float = 0.0,
@@ -270,7 +275,9 @@ def align_classes(
         Without it nothing is compared: residuals are taken at the starts, against the classes `given`.
     given : (p,) int64
     handicap : (c, p) float64
-        What a particle's own noise in a class's map adds to its log-likelihood there; taken off before classes are compared.
+        What noise in a class's map adds to a particle's log-likelihood there; taken off before classes are compared.
+    noise : NoiseModel
+        Of the sessions.
     by_likelihood : bool
         Whether the log-likelihood decides, else the score.
     """
@@ -293,20 +300,22 @@ def align_classes(
             scores[c, ended], likelihood[c, ended] = estimates.scores[ended], estimates.log_likelihood[ended]
             variances[c] = np.diagonal(estimates.covariances, axis1=1, axis2=2)
         best = np.argmax(likelihood - handicap if by_likelihood else scores, axis=0).astype(np.int64)
-    residuals: ResidualPower | None = None
+    shells = len(noise.sigma2)
+    residuals = ResidualPower.empty(shells)
+    held_weight, held_power = np.zeros((size, shells)), np.zeros((size, shells))
     for c in range(count):
         rows = np.flatnonzero(best == c).tolist()
         if not rows:
             continue
         session = open_session(c)
         left_out = session.load(particles.take(rows))
-        power = session.residuals(out_rotations[c, rows], out_shifts[c, rows])
+        each, signed = session.residuals_each(out_rotations[c, rows], out_shifts[c, rows])
         session.unload()
-        residuals = power if residuals is None else residuals + power
+        residuals = residuals + ResidualPower(each.power.sum(0), each.count.sum(0), each.weight_sum.sum(0))
+        held_weight[rows], held_power[rows] = held_in_average(each, signed, noise)
         if not refine:
             bad += [(rows[index], reason) for index, reason in left_out]
-    assert residuals is not None
-    return ClassesResult(out_rotations, out_shifts, scores, likelihood, variances, best, residuals, sorted(bad))
+    return ClassesResult(out_rotations, out_shifts, scores, likelihood, variances, best, residuals, held_weight, held_power, sorted(bad))
 
 
 def drop_unlikely(candidates: Candidates, evidence: float) -> Candidates:

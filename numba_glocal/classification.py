@@ -105,22 +105,38 @@ class Classification:
         assert isinstance(self.job.settings, AlignSettings)
         return self.job.settings
 
-    # -- a particle's own noise in its class's map -------------------------------------------------------------------
+    # -- noise in the maps -------------------------------------------------------------------------------------------
 
-    def _own_gain(self, value: NDArray[np.float64], particles: float, k_max: float) -> float:
-        """What a particle gains in log-likelihood against a map that it is one of `particles` in, by its own noise.
+    def _noise_gain(
+        self, value: NDArray[np.float64], shares: NDArray[np.float64], weight: NDArray[np.float64], power: NDArray[np.float64], k_max: float
+    ) -> NDArray[np.float64]:
+        """What noise in a map adds to the log-likelihood of particles (n,) against it.
 
-        A share ``value / particles`` of what the map holds in a shell is that particle's own (less by the copies of a symmetry); of the
-        noise power in each sample, which is 1 in units of its variance, that share counts twice in ``2 num``.
+        Of a shell of the map the share ``value h`` is a particle's own, h being its part of the sums there. That share of its own noise
+        power it finds again in the map: twice, as it stands in ``2 num``. The noise of the others takes the same off all, once.
+
+        Parameters
+        ----------
+        value : (shells,) float64
+            Signal in the map's shells; see `ReferenceMaps.signal_share`.
+        shares : (n,) float64
+            How much of each particle is in the map.
+        weight, power : (n, shells) float64
+            See `noise.held_in_average`.
+        k_max : float
+            Band of the comparison.
         """
-        n = self.job.grid.binned_box_size
+        n, mask = self.job.grid.binned_box_size, self.job.particle_mask
         band = grid_band(n, float(max_band(n)))
         inside = (band.radius2 <= k_max * k_max + 1e-6) & (band.radius2 >= self.job.k_min**2 - 1e-6)
-        samples = np.bincount(band.shell[inside], minlength=len(value))[: len(value)]
-        mask = self.job.particle_mask
+        shells = len(value)
+        samples = np.bincount(band.shell[inside], minlength=shells)[:shells]
         common = float((spherical_mask(n, mask.radius_voxels, mask.soft_edge_voxels).astype(np.float64) * self.job.mask).mean())
         turns, grid_turns = grid_factors(self.job.settings.symmetry)
-        return 2.0 * common * float(samples @ value) / (max(particles, 1.0) * len(turns) * len(grid_turns))
+        held = shares @ weight
+        # a shell of m samples holds held / m at each of them; of a shell that the band cuts only a part counts
+        factor = np.where(held > 0, common * value * samples / np.where(held > 0, held, 1.0), 0.0) / (len(turns) * len(grid_turns))
+        return np.asarray(2.0 * shares * (power @ factor) - weight @ factor)
 
     # -- classes without start maps ----------------------------------------------------------------------------------
 
@@ -142,13 +158,23 @@ class Classification:
         numbers = self._drawn(usable) if given is None else np.where(usable, given, -1)
         classes = ClassState.same_poses(k, state.poses)
         classes.shares = _one_hot(numbers, k)
-        rounds = 0 if given is not None else self._search(name, state, classes, noise, k_low, usable)
+        held = self.passes.classes(f"{name}: noise of each", classes, [references] * k, noise, state.k_max, None, False)
+        rounds = 0 if given is not None else self._search(name, state, classes, held, noise, k_low, usable)
         counts = classes.shares.sum(1).astype(int)
-        self._write_begun(f"{name}: classes", state, classes, noise, k_low)
+        self._write_begun(f"{name}: classes", state, classes, held, noise, k_low)
         self.folder.event("classes", start="random" if given is None else "list", rounds=rounds, counts=counts)
         return replace(state, classes=classes)
 
-    def _search(self, name: str, state: RunState, classes: ClassState, noise: dict[int, NoiseModel], k_low: float, usable: NDArray[np.bool_]) -> int:
+    def _search(
+        self,
+        name: str,
+        state: RunState,
+        classes: ClassState,
+        held: ClassesAligned,
+        noise: dict[int, NoiseModel],
+        k_low: float,
+        usable: NDArray[np.bool_],
+    ) -> int:
         """Rounds in which the halves find each other's classes in turn, until few particles change; returns how many."""
         k, half_of = len(classes.shares), self.job.particles.half
         fsc = self.maps.fsc(self._half_maps_of(state.iteration))
@@ -156,8 +182,7 @@ class Classification:
         for number in range(1, _ROUNDS + 1):
             half, other = (1, 2) if number % 2 else (2, 1)
             title = f"{name}: classes, round {number}"
-            references, gain = self._maps_for_other(title, state, classes, noise, half, fsc, k_low)
-            handicap = np.repeat(-0.5 * gain[:, None], len(usable), 1)  # none of these particles is in the maps
+            references, handicap = self._maps_for_other(title, state, classes, held, noise, half, fsc, k_low)
             aligned = self.passes.classes(title, classes, references, noise, k_low, None, True, handicap, (other,))
             rows = np.flatnonzero(usable & (half_of == other))
             found = _one_hot(aligned.best[rows], k)
@@ -184,9 +209,17 @@ class Classification:
         return read_volume(folder / f"{start}half1.mrc").data, read_volume(folder / f"{start}half2.mrc").data
 
     def _maps_for_other(
-        self, name: str, state: RunState, classes: ClassState, noise: dict[int, NoiseModel], half: int, fsc: FSCCurve, k_low: float
+        self,
+        name: str,
+        state: RunState,
+        classes: ClassState,
+        held: ClassesAligned,
+        noise: dict[int, NoiseModel],
+        half: int,
+        fsc: FSCCurve,
+        k_low: float,
     ) -> tuple[list[dict[int, ReferenceFile]], NDArray[np.float64]]:
-        """Class maps of one half as references of the other, and what a particle's own noise would be worth in them.
+        """Class maps of one half as references of the other, and the handicap (c, n) of particles there.
 
         Parameters
         ----------
@@ -196,22 +229,20 @@ class Classification:
         folder, inside = self.folder.iteration_folder(state.iteration), self.job.particles.half == half
         value = self.maps.signal_share(fsc)
         whole = float(classes.shares[:, inside].sum())
-        gain = np.zeros(len(classes.shares))
-        for c, shares in enumerate(classes.shares):
-            held = float(shares[inside].sum())
-            ratio = value / (1.0 - value) * held / whole
-            sums = self.passes.sums(f"{name}: averages of class {c + 1}", state.poses, noise, shares=shares * inside)
+        handicap = np.zeros(classes.shares.shape)
+        paths = [folder / f"{prefix(c)}reference{3 - half}.npy" for c in range(len(handicap))]
+        for c, path in enumerate(paths):
+            shares = classes.shares[c] * inside
+            ratio = value / (1.0 - value) * float(shares.sum()) / whole
+            sums = self.passes.sums(f"{name}: averages of class {c + 1}", state.poses, noise, shares=shares)
             volume = self.maps.masked(reconstruct(sums[half], self.job.grid.binned_box_size, ratio))
-            gain[c] = self._own_gain(ratio / (1.0 + ratio), held, k_low)
+            handicap[c] = self._noise_gain(ratio / (1.0 + ratio), shares, held.held_weight, held.held_power, k_low)
             with FileWriter() as writer:
-                self.maps.write_reference(folder / f"{prefix(c)}reference{3 - half}.npy", volume, writer)
-        files = [
-            ReferenceFile(path, array_digest(np.load(path))) for path in (folder / f"{prefix(c)}reference{3 - half}.npy" for c in range(len(gain)))
-        ]
-        return [{3 - half: file} for file in files], gain
+                self.maps.write_reference(path, volume, writer)
+        return [{3 - half: ReferenceFile(path, array_digest(np.load(path)))} for path in paths], handicap
 
-    def _write_begun(self, name: str, state: RunState, classes: ClassState, noise: dict[int, NoiseModel], k_low: float) -> None:
-        """References of the first iteration with classes, and what a particle's own noise is worth in them."""
+    def _write_begun(self, name: str, state: RunState, classes: ClassState, held: ClassesAligned, noise: dict[int, NoiseModel], k_low: float) -> None:
+        """References of the first iteration with classes, and what noise in them is worth."""
         job, grid = self.job, self.job.grid
         folder = self.folder.iteration_folder(state.iteration)
         own = {half: np.load(file.path) for half, file in self.maps.references(state.iteration).items()}
@@ -222,7 +253,7 @@ class Classification:
             of_both = 2.0 * value / (1.0 - value)
             both = reconstruct(merge([sums.pop(1), sums.pop(2)]), grid.binned_box_size, of_both)
             volumes.append(lowpass(self.maps.masked(both), grid.binned_pixel_size_angst, self._settings.initial_lowpass_angst))
-            classes.own_gain[c] = self._own_gain(of_both / (1.0 + of_both), float(weights[c]), k_low)
+            classes.handicap[c] = self._noise_gain(of_both / (1.0 + of_both), shares, held.held_weight, held.held_power, k_low)
         mean = np.einsum("c,czyx->zyx", weights / weights.sum(), np.stack(volumes))
         with FileWriter() as writer:
             for c, volume in enumerate(volumes):
@@ -256,7 +287,7 @@ class Classification:
         flat = self.passes.flat_noise()
         looked = self.passes.classes(f"{name}: noise", before, looked_with if plan.everywhere else references, flat, state.k_max, None, False)
         noise = self.passes.fit_noise(looked.residuals, state.k_max)
-        handicap = before.handicap(job.particles.half)
+        handicap = before.handicap
         aligned = self.passes.classes(f"{name}: align", before, references, noise, state.k_max, plan, True, handicap)
         noise = self.passes.fit_noise(aligned.residuals, state.k_max)
         if number <= _REFITS:
@@ -286,10 +317,12 @@ class Classification:
             poses = _of_class(classes.rotations, classes.shifts_angst, best)
             next_state = self._next_state(state, aligned, classes, poses, best, number, k_max)
             writer.write(self.folder.write_particles, folder, job.particles, next_state)
-        for c in range(count):
+        classes.handicap = np.zeros(before.handicap.shape)
+        for c, value in shell_values.items():
             for half in HALVES:
-                held = float(classes.shares[c, job.particles.half == half].sum())
-                classes.own_gain[c, half - 1] = self._own_gain(shell_values[c], held, k_max) if c in shell_values else 0.0
+                inside = job.particles.half == half
+                gain = self._noise_gain(value, classes.shares[c] * inside, aligned.held_weight, aligned.held_power, k_max)
+                classes.handicap[c, inside] = gain[inside]
         was = _of_class(before.rotations, before.shifts_angst, best)
         angle_change = angle_modulo_deg(was.rotations, poses.rotations, settings.symmetry)[usable]
         shift_change = np.linalg.norm(was.shifts_angst - poses.shifts_angst, axis=1)[usable]
@@ -313,7 +346,7 @@ class Classification:
         if settings.adaptive:
             adapt(job, next_state, angle_change, shift_change)
         self.folder.write_state(next_state)
-        self.folder.event("iteration", **record, noise={h: (noise[h].gamma, noise[h].epsilon) for h in HALVES}, own_gain=classes.own_gain)
+        self.folder.event("iteration", **record, noise={h: (noise[h].gamma, noise[h].epsilon) for h in HALVES})
         _log.info(
             "iteration %d: %s; %sband %.1f A, median change %.2f degrees %.2f A, noise exponent %s, %.1f s",
             number,

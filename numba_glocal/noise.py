@@ -77,6 +77,37 @@ class ResidualPower:
         """Nothing collected yet."""
         return ResidualPower(*(np.zeros((N_WEIGHT_BINS, n_shells)) for _ in range(3)))
 
+    @staticmethod
+    def stacked(each: list[ResidualPower]) -> ResidualPower:
+        """Of several particles, (p, N_WEIGHT_BINS, shells)."""
+        return ResidualPower(*(np.stack([getattr(one, name) for one in each]) for name in ("power", "count", "weight_sum")))
+
+
+def held_in_average(each: ResidualPower, signed: NDArray[np.bool_], noise: NoiseModel) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    r"""What each particle brings to the sums of an average, by shell.
+
+    Parameters
+    ----------
+    each : ResidualPower
+        (p, N_WEIGHT_BINS, shells)
+    signed : (p,) bool
+        Whether a is C^2 instead of \|C\|.
+    noise : NoiseModel
+
+    Returns
+    -------
+    weight : (p, shells) float64
+        Sum of ``C^2 / V``, in units of the particle's own largest C^2.
+    power : (p, shells) float64
+        The same with each sample's noise power in units of its variance.
+    """
+    a = each.weight_sum / np.maximum(each.count, 1.0)
+    form = noise.variance_form(a)
+    per_sample = np.where(signed[:, None, None], a, a * a) / form
+    weight = (per_sample * each.count).sum(1)
+    sigma2 = np.maximum(noise.sigma2, 1e-9 * float(noise.sigma2.max(initial=0.0)))
+    return weight, (per_sample * each.power / form).sum(1) / np.maximum(sigma2, 1e-30)
+
 
 def fit_noise(residuals: ResidualPower, first_shell: int, last_shell: int) -> NoiseModel:
     """The noise model of greatest likelihood for complex Gaussian residuals.

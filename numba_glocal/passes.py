@@ -246,6 +246,8 @@ class ClassesAligned:
     best : (n,) int64
         Class of each particle, from 0.
     residuals : dict of half to ResidualPower
+    held_weight, held_power : (n, shells) float64
+        See `noise.held_in_average`.
     """
 
     def __init__(self, classes: ClassState, n_shells: int) -> None:
@@ -254,6 +256,7 @@ class ClassesAligned:
         self.scores, self.log_likelihood = np.full(shape, -np.inf), np.full(shape, -np.inf)
         self.angle_sigma_deg, self.shift_sigma_angst = np.full(shape, np.nan), np.full(shape, np.nan)
         self.best = np.zeros(shape[1], np.int64)
+        self.held_weight, self.held_power = np.zeros((shape[1], n_shells)), np.zeros((shape[1], n_shells))
         self.residuals = {half: ResidualPower.empty(n_shells) for half in HALVES}
 
     def take(self, task: ClassesTask, result: ClassesResult) -> None:
@@ -265,6 +268,7 @@ class ClassesAligned:
         self.angle_sigma_deg[:, rows] = np.rad2deg(np.sqrt(variance[..., :3].mean(2)))
         self.shift_sigma_angst[:, rows] = np.sqrt(variance[..., 3:].mean(2))
         self.best[rows] = result.best
+        self.held_weight[rows], self.held_power[rows] = result.held_weight, result.held_power
         self.residuals[task.chunk.half] = self.residuals[task.chunk.half] + result.residuals
 
 

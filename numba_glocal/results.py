@@ -59,7 +59,7 @@ _OF_ITERATIONS = {
     *(f"{name}{half}.{suffix}" for name, suffix in (("reference", "npy"), ("half", "mrc"), ("start_map", "mrc")) for half in (1, 2)),
     *("start_map.mrc", "average.mrc", "fsc.star", "particles.star"),
 }
-_CLASS_ARRAYS = ("rotations", "shifts_angst", "shares", "margins", "own_gain")
+_CLASS_ARRAYS = ("rotations", "shifts_angst", "shares", "margins", "handicap")
 _CLASS_PREFIX = re.compile(r"^class[0-9]+_")
 
 
@@ -75,27 +75,21 @@ class ClassState:
         How much of a particle a class holds: 1 for one class (hard), or probabilities (soft); 0 for unusable particles.
     margins : (n,) float64
         Log-likelihood of the best class above the second; NaN where unknown.
-    own_gain : (c, 2) float64
-        What a particle that is wholly in a class's map of its half gains there in log-likelihood by its own noise (docs/scoring.md, 8).
+    handicap : (c, n) float64
+        What noise in the present references adds to a particle's log-likelihood there (docs/scoring.md, 8): taken off before classes are
+        compared.
     """
 
     rotations: NDArray[np.float64]
     shifts_angst: NDArray[np.float64]
     shares: NDArray[np.float64]
     margins: NDArray[np.float64]
-    own_gain: NDArray[np.float64]
+    handicap: NDArray[np.float64]
 
     @property
     def numbers(self) -> NDArray[np.int64]:
         """Class of each particle, from 1; 0 for none."""
         return np.where(self.shares.any(0), 1 + np.argmax(self.shares, axis=0), 0)
-
-    def handicap(self, half: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
-        """Log-likelihood (c, n) that particles of half-sets `half` (n,) have in the present maps, and would not have in maps without noise.
-
-        Noise takes from every particle half of what it gives to one that is in the map.
-        """
-        return np.asarray(self.own_gain[:, half.astype(np.intp) - 1] * (self.shares - 0.5))
 
     @staticmethod
     def same_poses(count: int, poses: Poses) -> ClassState:
@@ -104,7 +98,7 @@ class ClassState:
         shares[0] = 1.0
         rotations = np.repeat(np.asarray(poses.rotations, np.float64)[None], count, 0)
         shifts = np.repeat(np.asarray(poses.shifts_angst, np.float64)[None], count, 0)
-        return ClassState(rotations, shifts, shares, np.full(len(poses), np.nan), np.zeros((count, 2)))
+        return ClassState(rotations, shifts, shares, np.full(len(poses), np.nan), np.zeros((count, len(poses))))
 
 
 @dataclass(slots=True)

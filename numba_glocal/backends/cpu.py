@@ -596,16 +596,29 @@ class CPUSearchSession:
 
     def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> ResidualPower:
         """Residual power by weight and shell at given poses; beyond the reference's band the whole power."""
+        total = ResidualPower.empty(self._n // 2 + 1)
+        self._add_residuals(rotations, shifts_angst, [total] * len(self._particles))
+        return total
+
+    def residuals_each(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> tuple[ResidualPower, NDArray[np.bool_]]:
+        """The same for every particle by itself, and whether its weight is a signed CTF."""
+        each = [ResidualPower.empty(self._n // 2 + 1) for _ in self._particles]
+        self._add_residuals(rotations, shifts_angst, each)
+        signed = np.array([particle is not None and particle.signed for particle in self._particles], bool)
+        return ResidualPower.stacked(each), signed
+
+    def _add_residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64], targets: list[ResidualPower]) -> None:
+        """Each particle's residual power to its target."""
         grid, n = self.setup.grid, self._n
         band = grid_band(n, float(max_band(n)))
-        power = ResidualPower.empty(n // 2 + 1)
         reached = np.flatnonzero(band.radius2 <= min(self.setup.k_max, float(self._reach)) ** 2 + 1e-6)
         points = np.ascontiguousarray(band.k[reached])
         values = np.empty(len(reached), np.complex64)
         model = np.zeros(len(band.index), np.complex64)
-        for p, particle in enumerate(self._particles):
+        for p, (particle, power) in enumerate(zip(self._particles, targets, strict=True)):
             if particle is None:
                 continue
+            assert power.power.shape[0] == N_WEIGHT_BINS
             kernels.gather(self._reference, 2 * self._offset + 1, self._offset, points, _matrix(rotations[p]), _SCALE, values, self._curvature)
             model[reached] = values
             shift = angst_to_voxels(shifts_angst[p], grid.pixel_size_angst, grid.box_size, n)
@@ -624,8 +637,6 @@ class CPUSearchSession:
                 power.count,
                 power.weight_sum,
             )
-        assert power.power.shape[0] == N_WEIGHT_BINS
-        return power
 
     def unload(self) -> None:
         """Lets go of the loaded particles; the cache keeps what its budget allows."""

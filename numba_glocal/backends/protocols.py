@@ -281,6 +281,9 @@ class SearchSession(Protocol):
     def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> ResidualPower:
         """Residual power at given poses, beyond `k_max` the whole power."""
 
+    def residuals_each(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> tuple[ResidualPower, NDArray[np.bool_]]:
+        """The same for every particle by itself, (p, bins, shells), and whether its weight is a signed CTF (p,); zeros for unusable ones."""
+
     def unload(self) -> None:
         """Lets go of the loaded particles; what the backend's cache keeps stays."""
 

@@ -104,9 +104,12 @@ def _half_space(k: Float, n: int) -> NDArray[np.bool_]:
 
 def _relative_weight(weight: Float) -> Float:
     """The a that V is a function of: ``|C| / max |C|``, squared where C is a signed CTF."""
-    largest = np.abs(weight).max()
-    a = np.abs(weight) / max(largest, 1e-30)
-    return a * a if weight.min() < -0.05 * largest else a
+    a = np.abs(weight) / max(np.abs(weight).max(), 1e-30)
+    return a * a if _is_signed(weight) else a
+
+
+def _is_signed(weight: Float) -> bool:
+    return bool(weight.min() < -0.05 * np.abs(weight).max())
 
 
 def _inverse_variance(noise: NoiseModel, weight: Float, shell: NDArray[np.int64]) -> Float:
@@ -385,8 +388,13 @@ class ReferenceSearchSession:
 
     def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> ResidualPower:
         """Residual power by weight and shell at given poses; beyond the reference's band the whole power."""
+        each, _ = self.residuals_each(rotations, shifts_angst)
+        return ResidualPower(each.power.sum(0), each.count.sum(0), each.weight_sum.sum(0))
+
+    def residuals_each(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> tuple[ResidualPower, NDArray[np.bool_]]:
+        """The same for every particle by itself, and whether its weight is a signed CTF."""
         n = self._n
-        total = ResidualPower.empty(n // 2 + 1)
+        each = [ResidualPower.empty(n // 2 + 1) for _ in self._particles]
         k = _frequencies(n)
         radius = np.linalg.norm(k, axis=-1)
         used = _half_space(k, n) & (radius <= n // 2 - 2 + 1e-6)
@@ -401,10 +409,11 @@ class ReferenceSearchSession:
             residual = np.abs(_half_spectrum(particle.masked)[used] - weight * model) ** 2
             a = _relative_weight(particle.weight)[used]
             row = np.clip(np.digitize(a, WEIGHT_BIN_EDGES) - 1, 0, len(WEIGHT_BIN_EDGES) - 2)
-            np.add.at(total.power, (row, shell), residual)
-            np.add.at(total.count, (row, shell), 1.0)
-            np.add.at(total.weight_sum, (row, shell), a)
-        return total
+            np.add.at(each[p].power, (row, shell), residual)
+            np.add.at(each[p].count, (row, shell), 1.0)
+            np.add.at(each[p].weight_sum, (row, shell), a)
+        signed = [particle is not None and _is_signed(particle.weight) for particle in self._particles]
+        return ResidualPower.stacked(each), np.array(signed, bool)
 
     def unload(self) -> None:
         """Lets go of the loaded particles."""

@@ -291,6 +291,7 @@ def run_classes(task: ClassesTask) -> ClassesResult:
         common.refine,
         task.given,
         task.handicap,
+        common.noise,
         common.score == "ml",
         everywhere,
         evidence,
