@@ -19,7 +19,7 @@ from .common_frame import CommonFrame
 from .errors import GlocalError, plural
 from .execution.tasks import ReferenceFile, array_digest
 from .file_writer import FileWriter
-from .filters import lowpass
+from .filters import lowpass, shell_weights
 from .fourier import grid_band, max_band
 from .io import read_volume, write_volume
 from .job import start_classes
@@ -247,10 +247,10 @@ class Classification:
         folder = self.folder.iteration_folder(state.iteration)
         own = {half: np.load(file.path) for half, file in self.maps.references(state.iteration).items()}
         volumes, weights = [], classes.shares.sum(1)
+        value = self.maps.signal_share(self.maps.fsc(self._half_maps_of(state.iteration)))
         for c, shares in enumerate(classes.shares):
             sums = self.passes.sums(f"{name}: averages of class {c + 1}", state.poses, noise, shares=shares)
-            value = self.maps.signal_share(self.maps.fsc(self.maps.half_maps(sums)))
-            of_both = 2.0 * value / (1.0 - value)
+            of_both = 2.0 * value / (1.0 - value) * float(weights[c] / weights.sum())
             both = reconstruct(merge([sums.pop(1), sums.pop(2)]), grid.binned_box_size, of_both)
             volumes.append(lowpass(self.maps.masked(both), grid.binned_pixel_size_angst, self._settings.initial_lowpass_angst))
             classes.handicap[c] = self._noise_gain(of_both / (1.0 + of_both), shares, held.held_weight, held.held_power, k_low)
@@ -304,16 +304,23 @@ class Classification:
         reached: list[ClassResult] = []
         folder = self.folder.iteration_folder(number)
         folder.mkdir(parents=True, exist_ok=True)
-        shell_values: dict[int, NDArray[np.float64]] = {}
+        maps: dict[int, dict[int, NDArray[np.float32]]] = {}
         with FileWriter() as writer:
             for c in range(count):
-                result, value = self._average(name, state, classes, c, noise, usable, writer)
+                result, volumes = self._average(name, state, classes, c, noise, usable, writer)
                 reached.append(result)
-                if result.fsc is not None and value is not None:
-                    shell_values[c] = value
+                if result.fsc is not None:
+                    maps[c] = volumes
                     k_max = max(k_max, self.maps.next_band(state.k_max, result.fsc))
-            if not shell_values:
+            if not maps:
                 raise GlocalError(f"none of {count} classes has two particles in both half-sets; expected fewer --classes, or more particles")
+            shell_values = self._signal_shares(reached, classes.shares)
+            for c, volumes in maps.items():
+                fsc = reached[c].fsc
+                assert fsc is not None
+                for half, volume in volumes.items():
+                    reference = self.maps.masked(shell_weights(volume, shell_values[c] / _rough_share(fsc)))
+                    self.maps.write_reference(folder / f"{prefix(c)}reference{half}.npy", reference, writer)
             poses = _of_class(classes.rotations, classes.shifts_angst, best)
             next_state = self._next_state(state, aligned, classes, poses, best, number, k_max)
             writer.write(self.folder.write_particles, folder, job.particles, next_state)
@@ -360,6 +367,29 @@ class Classification:
         )
         return next_state, self._result(reached)
 
+    def _signal_shares(self, reached: list[ClassResult], shares: NDArray[np.float64]) -> dict[int, NDArray[np.float64]]:
+        """Share of signal in the shells of each class's half-maps (by class, from 0), all with one signal-to-noise ratio per particle.
+
+        Filtered by its own FSC alone, a smaller class would lose what it has in common with the others, then particles, and so on.
+        """
+        alive = {result.number - 1: result for result in reached if result.fsc is not None}
+        held = {c: 0.5 * float(shares[c].sum()) for c in alive}
+        ratio: NDArray[np.float64] = np.zeros(1)
+        last = 0
+        for result in alive.values():
+            assert result.fsc is not None and result.crossing is not None
+            own = np.clip(np.asarray(result.fsc.corrected, np.float64), 0.0, 0.999)
+            own[0] = own[1]
+            ratio = ratio + own / (1.0 - own)
+            last = max(last, result.crossing.shell + 1 if result.crossing.crossed else len(own))
+        ratio /= sum(held.values())
+        values = {}
+        for c in alive:
+            value = np.clip(held[c] * ratio / (1.0 + held[c] * ratio), 1e-3, 0.999)
+            value[last:] = 1e-3
+            values[c] = value
+        return values
+
     def _average(
         self,
         name: str,
@@ -369,8 +399,8 @@ class Classification:
         noise: dict[int, NoiseModel],
         usable: NDArray[np.bool_],
         writer: FileWriter,
-    ) -> tuple[ClassResult, NDArray[np.float64] | None]:
-        """Half-maps, FSC and references of one class; an empty one keeps its references and gets no maps."""
+    ) -> tuple[ClassResult, dict[int, NDArray[np.float32]]]:
+        """Half-maps and FSC of one class, and maps for its references; an empty one keeps its references and gets no maps."""
         job, half_of = self.job, self.job.particles.half
         folder = self.folder.iteration_folder(state.iteration + 1)
         numbers = classes.numbers
@@ -381,17 +411,18 @@ class Classification:
             _log.warning("class %d has %d + %d particles: it gets no maps, and its references stay", c + 1, *counts)
             for file in self.maps.references(state.iteration, prefix(c)).values():
                 shutil.copyfile(file.path, folder / file.path.name)
-            return ClassResult(c + 1, counts, share, None, None), None
+            return ClassResult(c + 1, counts, share, None, None), {}
         poses = Poses(classes.rotations[c], classes.shifts_angst[c])
         poses, sums, apart = self.frame.averages(f"{name}: class {c + 1}", poses, noise, classes.shares[c])
         classes.rotations[c], classes.shifts_angst[c] = poses.rotations, poses.shifts_angst
         half_maps = self.maps.half_maps(sums)
         fsc = self.maps.fsc(half_maps)
         writer.write(self.folder.write_maps, folder, half_maps, fsc, job.settings.fsc_criterion, prefix(c))
-        self.maps.write_references(folder, sums, fsc, writer, prefix(c))
+        rough = _rough_share(fsc)
+        volumes = {half: reconstruct(sums[half], job.grid.binned_box_size, rough / (1.0 - rough)) for half in HALVES}
         writer.write(write_volume, folder / f"{prefix(c)}average.mrc", Volume(self.maps.average(sums), fsc.pixel_size_angst))
         self.folder.event("class", iteration=state.iteration + 1, number=c + 1, halves_apart=apart, randomised_from=fsc.randomised_from_shell)
-        return ClassResult(c + 1, counts, share, fsc, self.maps.crossing(fsc)), self.maps.signal_share(fsc)
+        return ClassResult(c + 1, counts, share, fsc, self.maps.crossing(fsc)), volumes
 
     def _next_state(
         self, state: RunState, aligned: ClassesAligned, classes: ClassState, poses: Poses, best: NDArray[np.int64], number: int, k_max: float
@@ -447,6 +478,13 @@ class Classification:
             self.folder.write_averages(self.folder.class_folder(reached.number), (half1, half2), average, reached.fsc, job.settings.fsc_criterion)
         write_volume(self.folder.path / "mask.mrc", Volume(job.mask, job.grid.binned_pixel_size_angst))
         self.folder.write_particles(self.folder.path, job.particles, state)
+
+
+def _rough_share(fsc: FSCCurve) -> NDArray[np.float64]:
+    """Share of signal that a map is first divided with; what is left to do then is a factor for each shell."""
+    value = np.clip(np.asarray(fsc.corrected, np.float64), 0.1, 0.999)
+    value[0] = value[1]
+    return value
 
 
 def best_resolved(reached: list[ClassResult]) -> ClassResult:

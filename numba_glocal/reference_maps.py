@@ -76,16 +76,12 @@ class ReferenceMaps:
         value[0] = value[1]
         return np.asarray(value, np.float64)
 
-    def posterior_means(self, sums: dict[int, WeightedSum], fsc: FSCCurve) -> dict[int, NDArray[np.float32]]:
-        """Masked maps with the signal-to-noise ratio of the corrected FSC, each from its own half."""
+    def write_references(self, folder: Path, sums: dict[int, WeightedSum], fsc: FSCCurve, writer: FileWriter) -> None:
+        """References of the next iteration: posterior means with the signal-to-noise ratio of the corrected FSC, each from its own half."""
         value = self.signal_share(fsc)
-        return {half: self.masked(reconstruct(sums[half], self.job.grid.binned_box_size, value / (1.0 - value))) for half in HALVES}
-
-    def write_references(self, folder: Path, sums: dict[int, WeightedSum], fsc: FSCCurve, writer: FileWriter, prefix: str = "") -> None:
-        """References of the next iteration: the posterior means."""
-        self._written = {path: file for path, file in self._written.items() if path.parent == folder}
-        for half, volume in self.posterior_means(sums, fsc).items():
-            self.write_reference(folder / f"{prefix}reference{half}.npy", volume, writer)
+        for half in HALVES:
+            volume = self.masked(reconstruct(sums[half], self.job.grid.binned_box_size, value / (1.0 - value)))
+            self.write_reference(folder / f"reference{half}.npy", volume, writer)
 
     def write_reference(self, path: Path, volume: NDArray[np.float32], writer: FileWriter) -> None:
         """Writes one, beside the computing, and remembers it."""
