@@ -32,7 +32,7 @@ def mixed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixed")
     kinds = []
     for seed, (kind, places) in enumerate((("whole", BLOBS), ("less", BLOBS[:-1])), 3):
-        made = simulate(folder / kind, SimulationSettings(count=EACH, box_size=BOX, pixel_size_angst=PIXEL, snr=0.03, seed=seed), blobs(places))
+        made = simulate(folder / kind, SimulationSettings(count=EACH, box_size=BOX, pixel_size_angst=PIXEL, snr=0.1, seed=seed), blobs(places))
         lines = made.start.read_text().splitlines()
         kinds.append([line.replace("subtomo/", f"{kind}/subtomo/") for line in lines if "subtomo/" in line])
     head = [line for line in lines if "subtomo/" not in line and line.strip()]
