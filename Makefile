@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
-BENCHMARKS := $(filter-out benchmarks/common.py benchmarks/table.py,$(wildcard benchmarks/[a-z]*.py))
+BENCHMARKS := $(filter-out benchmarks/common.py benchmarks/gpu_load.py benchmarks/table.py,$(wildcard benchmarks/[a-z]*.py))
 
 .PHONY: demo test check bench clean
 .DEFAULT_GOAL := demo

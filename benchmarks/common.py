@@ -213,6 +213,14 @@ def gpu_names() -> list[str]:
     return [gpu.name for gpu in survey_gpus().gpus]
 
 
+def need_gpus(count: int = 1) -> None:
+    """Leaves with a message where this machine has fewer GPUs."""
+    found = len(gpu_names())
+    if found < count:
+        print(f"skipped: {count} GPU(s) needed, {found} found")
+        sys.exit(0)
+
+
 def git_commit() -> str:
     """Commit of the working tree, with a plus sign where the package differs from it."""
     try:
@@ -304,12 +312,23 @@ def prototype_functions(shared: Path, names: Sequence[str]) -> dict[str, Any]:
     return {name: space[name] for name in names}
 
 
-def make_set_a(folder: Path, shared: Path) -> None:
-    """100 simulated ribosomes with known poses: 64 voxels of 6.8 A, 60 degrees, CTF, signal-to-noise ratio 0.05 (about a minute)."""
+MADE_SETS = {
+    "setA": "--n 100 --box 64 --snr 0.05 --ctf --seed 3",
+    "snr002": "--n 30 --box 64 --snr 0.02 --ctf --seed 11",
+    "snr001": "--n 30 --box 64 --snr 0.01 --ctf --seed 12",
+    "onesided": "--n 30 --box 64 --snr 0.05 --ctf --tilt-min -40 --tilt-max 60 --seed 13",
+    "noctf": "--n 30 --box 64 --snr 0.05 --seed 14",
+    "box65": "--n 30 --box 65 --snr 0.05 --ctf --seed 15",
+}
+"""Options of the independent simulator: ribosomes with known poses, in boxes of 6.8 A voxels, tilts to 60 degrees unless they say else."""
+
+
+def make_set(folder: Path, shared: Path, name: str = "setA") -> None:
+    """Simulates one of `MADE_SETS` where it is not there yet (about a minute)."""
     if (folder / "start.star").is_file() and (folder / "truth.star").is_file():
         return
     tool, source = shared / "tools" / "make_dataset.py", shared / "data" / "maps" / "ribo.em"
-    options = "--scale 1.5625 --invert --n 100 --box 64 --angpix 6.8 --snr 0.05 --ctf --seed 3".split()
+    options = f"--scale 1.5625 --invert --angpix 6.8 {MADE_SETS[name]}".split()
     print(f"making {folder} ..", flush=True)
     subprocess.run([sys.executable, str(tool), str(folder), "--map", str(source), *options], check=True, stdout=subprocess.DEVNULL)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import need_gpus
 from numba import cuda, float32
 
 from numba_glocal.backends import lines
@@ -349,6 +350,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
+    need_gpus()
     local = np.concatenate([local_rotations(4.0, 4)] * 2)[:343] if len(local_rotations(4.0, 4)) < 343 else local_rotations(4.0, 4)[:343]
     local = local.copy()
     local[1:] = local[1:] @ rotvec_to_matrix(np.random.default_rng(3).normal(size=(len(local) - 1, 3)) * 0.01)

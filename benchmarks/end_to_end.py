@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, environment, make_particles, run_align, show, write_results
+from common import RESULTS, environment, make_particles, need_gpus, run_align, show, write_results
 
 NOTES = (
     "Wall seconds. 'run' rows: the whole program, and until its workers were ready. 'iteration' rows: from the run's own event log; noise_s, align_s,"
@@ -57,6 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="24 particles of 24 voxels, one iteration: does it run?")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
+    if not options.cpu:
+        need_gpus()
     about = environment()
     particles, boxes, iterations, repeats = options.particles, options.boxes, options.iterations, options.repeats
     if options.quick:

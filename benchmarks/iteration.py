@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT, TreeWatch, environment, make_set_a, need_shared, program, show, write_results
+from common import RESULTS, ROOT, TreeWatch, environment, make_set, need_shared, program, show, write_results
 
 DIAMETER_ANGST = 360.0
 PIXEL_ANGST = 6.8
@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None, folder: Path = RESULTS) -> None:
                 shared, options.data, scratch / "quick", "quick", ["--iterations", "1", "--initial-lowpass", "80", "--angle-shells", "1"], 1
             )
         else:
-            make_set_a(options.data, shared)
+            make_set(options.data, shared)
             schedule = ["--fixed", "--angle-increment", "3", "--angle-shells", "3", "--shift-range", f"{3 * PIXEL_ANGST:g}"]
             schedule += ["--iterations", str(COMPARED_ITERATION)]
             full = [*schedule, "--initial-lowpass", f"{BOX * PIXEL_ANGST / (FULL_BAND + 0.01):g}"]

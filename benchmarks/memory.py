@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT, TreeWatch, environment, make_set_a, need_shared, program, show, write_results
+from common import RESULTS, ROOT, TreeWatch, environment, make_set, need_shared, program, show, write_results
 
 CACHE_GIB = 0.25
 MIB = 2.0**20
@@ -52,7 +52,7 @@ def chunk_size(particles: Path) -> int:
     from numba_glocal.settings import AlignSettings
 
     listed = prepare_job(AlignSettings(str(particles), "unused")).particles
-    return max(len(chunk) for half in (1, 2) for chunk in make_chunks(listed, listed.poses.shifts_angst, half))
+    return max(len(chunk) for half in (1, 2) for chunk in make_chunks(listed, listed.poses, half))
 
 
 def run(data: Path, folder: Path, count: int, cores: int, options: list[str]) -> Measured:
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None, folder: Path = RESULTS) -> None:
         if options.quick:
             rows.append(run(options.data, scratch / "quick", 20, 1, ["--angle-shells", "1", "--initial-lowpass", "80"]))
         else:
-            make_set_a(options.data, need_shared())
+            make_set(options.data, need_shared())
             series = [(count, FULL_BAND) for count in options.counts] + [(count, [*FULL_BAND, "--binning", "2"]) for count in options.binned_counts]
             for number, (count, more) in enumerate(series):
                 rows.append(run(options.data, scratch / str(number), count, min(2, about["cores_used"]), more))

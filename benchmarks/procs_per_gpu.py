@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, environment, make_particles, maps_digest, run_align, show, write_results
+from common import RESULTS, environment, make_particles, maps_digest, need_gpus, run_align, show, write_results
 
 NOTES = (
     "Wall seconds of `align` with N workers on one GPU and a warm JIT cache; 'maps' is a digest of the voxels of both half-maps: equal digests,"
@@ -85,6 +85,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="24 particles of 24 voxels")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
+    if not given.cpu:
+        need_gpus()
     about = environment()
     particles, box, iterations = (24, 24, 1) if given.quick else (given.particles, given.box, given.iterations)
     scratch = Path(tempfile.mkdtemp(prefix="glocal_bench_"))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT
+from common import MADE_SETS, RESULTS, ROOT
 
 Measured = dict[str, Any]
 
@@ -105,21 +105,61 @@ def memory_table(results: Measured) -> str:
     return markdown(["particles", "in a task", "a worker's peak", "the parent's peak", "wall"], rows)
 
 
-TABLES: dict[str, Callable[[Measured], str]] = {"kernels": kernels_table, "iteration": iteration_table, "memory": memory_table}
+def accuracy_table(results: Measured) -> str:
+    """Each set: errors that its noise lets expect, ours with each score, RELION's."""
+    rows = []
+
+    def cells(row: Measured, before: str = "") -> list[str]:
+        return [f"{row[f'{before}median_{unit}']:.2f} / {row[f'{before}p90_{unit}']:.2f}" for unit in ("deg", "angst")]
+
+    for name, options in MADE_SETS.items():
+        for row in _select(results, set=name, benchmark="limit", band="the run's last band"):
+            rows.append([f"`{name}` ({options}): expected", *cells(row, "expected_"), "", "", ""])
+            rows.append(["aligned to the true map", *cells(row, "true_map_"), "", "", ""])
+        for row in _select(results, set=name, benchmark="run"):
+            about = f"ours, {row['score']}" if row["program"] == "ours" else row["program"]
+            lost = f"{row['share_over_15_deg']:.0%}"
+            rows.append([about, *cells(row), lost, str(row["iterations"]), f"{duration(row['wall_s'])} / {duration(row['cpu_s'])}"])
+            if row["program"] == "RELION":
+                at_best = min(_select(results, set=name, benchmark="iteration", program="RELION"), key=lambda entry: entry["median_deg"])
+                rows.append([f"its best iteration, {at_best['iteration']}", *cells(at_best), f"{at_best['share_over_15_deg']:.0%}", "", ""])
+    head = ["", "degrees, median / 90 %", "Angstrom, median / 90 %", "over 15 degrees", "iterations", "wall / CPU"]
+    return markdown(head, rows)
+
+
+def read_results(name: str, folder: Path) -> list[Measured]:
+    """The files that a table is made of."""
+    paths = [folder / f"{name}.json"]
+    if name == "accuracy":
+        paths = [folder / f"{name}_{made}{program}.json" for made in MADE_SETS for program in ("", "_relion")]
+    found = [json.loads(path.read_text()) for path in paths if path.is_file()]
+    if name == "accuracy":
+        for results in found:
+            made = results["name"].split("_")[1]
+            results["rows"] = [{"set": made, **row} for row in results["rows"]]
+    return found
+
+
+TABLES: dict[str, Callable[[Measured], str]] = {
+    "kernels": kernels_table,
+    "iteration": iteration_table,
+    "memory": memory_table,
+    "accuracy": accuracy_table,
+}
 
 
 def table(name: str, folder: Path = RESULTS) -> str | None:
     """The table of one benchmark with where, when and how it was measured; None without results."""
-    path = folder / f"{name}.json"
-    if name not in TABLES or not path.is_file():
+    found = read_results(name, folder) if name in TABLES else []
+    if not found:
         return None
-    results = json.loads(path.read_text())
-    about = results["environment"]
-    where = (
-        f"{about['processor']} ({about['vectors']}), {about['cores_used']} cores, load {about['load_average_at_start']:g} at the start;"
-        f" commit {about['commit']}, {about['date']}; `{about['command']}`"
-    )
-    return "\n\n".join(part for part in (TABLES[name](results), results["notes"], where) if part)
+    whole = {"rows": [row for results in found for row in results["rows"]]}
+    where = []
+    for about in (results["environment"] for results in found):
+        head = f"{about['processor']} ({about['vectors']}), {about['cores_used']} cores"
+        line = f"load {about['load_average_at_start']:g} at the start; commit {about['commit']}, {about['date']}; `{about['command']}`"
+        where.append(f"{head}, {line}" if not where else line)
+    return "\n\n".join(part for part in (TABLES[name](whole), found[0]["notes"], "\\\n".join(where)) if part)
 
 
 def fill(text: str, folder: Path = RESULTS) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import RESULTS, environment, show, write_results
+from common import RESULTS, environment, need_gpus, show, write_results
 
 from numba_glocal.backends import lines
 from numba_glocal.fourier import padded_offset
@@ -231,6 +231,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=130.0, help="no further case is begun after this")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
+    if not options.cpu:
+        need_gpus()
     about = environment()
     rows: list[Measured] = []
     if options.cpu:

@@ -23,6 +23,7 @@ from .options import (
     PATH,
     diameter_option,
     dry_run_option,
+    numbered_options,
     pixel_size_option,
     seed_option,
     subset_option,
@@ -35,7 +36,7 @@ from .running import choose_workers, input_paths, new_folder, plan_facts, run_jo
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(AlignSettings)}
 _CHANGEABLE_ON_RESUME = {"iterations", "until_converged", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "gpu_memory_gib", "max_bad", "output"}
-_PATHS = {"particles", "reference", "further_references", "mask"}
+_PATHS = {"particles", "reference", "further_references", "mask", "angle_list", "wedge_list"}
 _BEGINS_AGAIN = "holds no finished iteration; the run begins again"
 
 
@@ -64,13 +65,21 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @diameter_option
 @_option("--soft-edge", key="soft_edge_voxels", kind=float, text="Width of the sphere's edge.", metavar="VOXELS")
 @pixel_size_option
+@numbered_options
 @_option("--binning", key="binning", kind=float, text="Fourier cropping, whole or fractional; results stay in Angstrom.")
 @_option("--angle-shells", key="angle_shells", kind=int, text="Steps to either side of each pose in the first search.")
 @_option("--angle-increment", key="angle_increment_deg", kind=float, text="Angular step of the first search.", metavar="DEGREES")
 @click.option("--global", "global_search", is_flag=True, default=None, help="First iteration from no orientations; those of the list do not matter.")
+@_option("--angle-list", key="angle_list", kind=str, text="Orientations that a global search begins with (PyTom's EM file).", metavar="FILE")
 @_option("--shift-range", key="shift_range_angst", kind=float, text="Shifts tried at first. [default: 0.15 of the diameter]", metavar="ANGSTROM")
 @_option("--max-shift", key="max_shift_angst", kind=float, text="Hard limit of the distance from the list's positions.", metavar="ANGSTROM")
+@_option("--max-angle", key="max_angle_deg", kind=float, text="Hard limit of the turn from the list's orientations.", metavar="DEGREES")
+@_option("--angle-prior-deg", key="angle_prior_deg", kind=float, text="Gaussian prior about the list's orientations (score ml).", metavar="SIGMA")
+@_option("--shift-prior-angst", key="shift_prior_angst", kind=float, text="Gaussian prior about the list's positions (score ml).", metavar="SIGMA")
 @symmetry_option
+@_option(
+    "--relax-symmetry", key="relax_symmetry", kind=str, text="Search all copies of each pose by this group; average without it.", metavar="GROUP"
+)
 @click.option("--adaptive/--fixed", "adaptive", default=None, help="Increment and shift range follow the poses' changes. [default: adaptive]")
 @_option("--score", key="score", kind=click.Choice(SCORES), text="What candidates are compared by.")
 @_option("--highpass", key="highpass_angst", kind=float, text="Coarsest detail used.", metavar="ANGSTROM")
@@ -104,7 +113,7 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 def align_command(
     ctx: click.Context, particles: Path | None, output: Path | None, job_file: Path | None, resume: bool, dry_run: bool, **options: Any
 ) -> None:
-    """Align PARTICLES (a STAR list) and average them, two independent halves, until --iterations are done.
+    """Align PARTICLES (a list of RELION, PyTom, Dynamo, STOPGAP or AV3) and average them, two independent halves, until --iterations are done.
 
     \b
     numba-glocal align particles.star -o run1 --reference ref.mrc --particle-diameter 300
@@ -112,7 +121,7 @@ def align_command(
     with shown_warnings(), ExitStack() as until_the_end:
         settings = _settings(ctx, particles, output, job_file, resume, options)
         folder = RunFolder(Path(settings.output))
-        inputs = input_paths(settings.particles, *settings.references, settings.mask)
+        inputs = input_paths(settings.particles, *settings.references, settings.mask, settings.angle_list, settings.wedge_list)
         if not resume:
             folder.check_new(inputs)
         elif not dry_run:

@@ -17,6 +17,7 @@ from .options import (
     PATH,
     diameter_option,
     dry_run_option,
+    numbered_options,
     output_option,
     particles_argument,
     pixel_size_option,
@@ -44,6 +45,7 @@ from .running import choose_workers, input_paths, new_folder, plan_facts, run_jo
 @diameter_option
 @click.option("--soft-edge", "soft_edge_voxels", type=float, default=5.0, show_default=True, metavar="VOXELS", help="Width of the sphere's edge.")
 @pixel_size_option
+@numbered_options
 @click.option("--binning", type=float, default=1.0, show_default=True, help="Fourier cropping, whole or fractional.")
 @symmetry_option
 @click.option("--fsc-criterion", type=float, default=0.143, show_default=True, help="FSC value at which the resolution is read.")
@@ -64,7 +66,7 @@ def average_command(particles: Path, output: Path, mask: Path | None, dry_run: b
     """Reconstruct half-maps and average of PARTICLES from the poses as they are, and their FSC."""
     with shown_warnings():
         settings = AverageSettings(particles=str(particles), output=str(output), mask=None if mask is None else str(mask), **options)
-        folder, inputs = RunFolder(output), input_paths(settings.particles, settings.mask)
+        folder, inputs = RunFolder(output), input_paths(settings.particles, settings.mask, settings.wedge_list)
         folder.check_new(inputs)
         plan = choose_workers(settings)
         job = prepare_job(settings)

@@ -9,6 +9,8 @@ from enum import IntEnum
 from types import TracebackType
 from typing import Any
 
+from .interrupt import raise_if_pressed
+
 
 class Verbosity(IntEnum):
     """How much is said: errors only; stages and results; details too."""
@@ -120,6 +122,7 @@ class Stage:
         self._bar_task: Any = None
 
     def __enter__(self) -> Stage:
+        raise_if_pressed()
         self._start_s = time.perf_counter()
         if _verbosity >= Verbosity.NORMAL:
             if sys.stderr.isatty():
@@ -131,6 +134,7 @@ class Stage:
     def advance(self, n: int = 1, remark: str | None = None) -> None:
         """Count `n` more; `remark` (rates of single GPUs, for example) stands behind the bar until the next one."""
         self.done += n
+        raise_if_pressed()
         if remark is not None:
             self._remark = remark
         if self._bar is not None:

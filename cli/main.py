@@ -31,6 +31,7 @@ COMMANDS = {
     "align": "Align particles and average them, two independent halves.",
     "average": "Reconstruct half-maps and average from the poses as they are.",
     "fsc": "Resolution of two half-maps.",
+    "convert": "Particle lists of one program to those of another.",
     "mask": "Make a mask: sphere, cylinder, or from a map.",
     "simulate": "Make particles with known poses from a map.",
     "demo": "Simulate a small set, align it, write the report. Needs no input.",

@@ -50,6 +50,15 @@ pixel_size_option = click.option(
     "--pixel-size", "pixel_size_angst", type=float, metavar="ANGSTROM", help="Voxel edge of the particles; overrides list and headers."
 )
 
+numbered_options = together(
+    click.option(
+        "--particle-names",
+        metavar="TEMPLATE",
+        help="Files of a list that numbers its particles (Dynamo, STOPGAP, AV3): 'subtomo/p_{:06d}.mrc'. [default: the package's own names]",
+    ),
+    click.option("--wedge-list", metavar="FILE", help="Tilts of each tomogram for a STOPGAP or AV3 list: STOPGAP's wedge list, or AV3's (.em)."),
+)
+
 diameter_option = click.option(
     "--particle-diameter",
     "particle_diameter_angst",
@@ -90,7 +99,7 @@ wedge_options = together(
         "--tilt-range", "tilt_range_deg", type=(float, float), metavar="MIN MAX", help="Missing wedge in degrees where the list carries none: -60 60."
     ),
     click.option("--tilt-axis", type=click.Choice(["x", "y"]), default="y", show_default=True, help="Axis of the tilt series; the beam is z."),
-    click.option("--flip-tilt", is_flag=True, help="The other sign of the tilt angles (matters for one-sided series)."),
+    click.option("--flip-tilt", is_flag=True, help="The other sign of the tilt angles, also those of the list (matters for one-sided series)."),
 )
 
 worker_options = together(

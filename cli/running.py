@@ -27,14 +27,17 @@ from numba_glocal.execution.tasks import particles_treated, start_worker, warm_u
 from numba_glocal.fourier import padded_offset
 from numba_glocal.job import Job, largest_chunk, particle_bytes, start_classes
 from numba_glocal.report import WorkerSummary, write_report
-from numba_glocal.results import RunFolder, RunResult, RunState, load_report_data, total_of_legs
-from numba_glocal.schedule import has_converged
+from numba_glocal.results import FILES, RunFolder, RunResult, RunState, load_report_data, total_of_legs
+from numba_glocal.schedule import first_search, has_converged
 from numba_glocal.settings import AlignSettings, AverageSettings
 from numba_glocal.symmetry import grid_factors
 
 from .console import detail, gibibytes, note, say, warn
+from .interrupt import remembered
 
 _LOG = "numba_glocal"
+_LANES = 16
+"""Rotations that are scored at once; templates are laid out in whole blocks of them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,6 +134,29 @@ def shown_warnings() -> Any:
             warnings.showwarning = previous
 
 
+def _levels(job: Job, plan: SearchPlan) -> tuple[SearchLevel, ...]:
+    return search_levels(plan, job.grid.binned_box_size, job.grid.binned_pixel_size_angst, job.radius_voxels)
+
+
+def search_memory_bytes(job: Job) -> int:
+    """Upper bound of what one level of a search takes beyond the sessions' caches: its templates while they are made, and a task's scores.
+
+    The first level of a global search has most rotations; a later, local one the full band.
+    """
+    if not isinstance(job.settings, AlignSettings):
+        return 0
+    first = first_search(job)
+    worst = 0
+    for plan in (first, dataclasses.replace(first, everywhere=False, k_max=job.k_limit)):
+        seeds = 1
+        for level in _levels(job, plan):
+            pairs = 1.05 * level.k_max**3 + 1.6 * level.k_max**2 + 2.0 * level.k_max + 1.0  # somewhat more than `lines.line_band` lays out
+            templates = (len(level.rotations) + _LANES) * pairs * 4 * (4 + 2)  # two complex values a pair, and their powers
+            scores = largest_chunk(job.grid.binned_box_size) * seeds * len(level.rotations) * (8 + 4)
+            worst, seeds = max(worst, int(templates + scores)), level.keep
+    return worst
+
+
 def worker_memory_bytes(job: Job, cache_gib: float) -> int:
     """Upper bound of one CPU worker's memory: interpreter and kernels, cache, one task's particles, weights, templates, columns, sums."""
     n = job.grid.binned_box_size
@@ -139,7 +165,7 @@ def worker_memory_bytes(job: Job, cache_gib: float) -> int:
     transforms = (2 * n) ** 3 * 8 * 3
     chunk = largest_chunk(n) * particle_bytes(n)
     weights = 64 * n * n * (n // 2 + 1) * 4
-    return int(400e6 + cache_gib * 2**30 + chunk + weights + 2 * (512 << 20) + 3 * (64 << 20) + sums + transforms)
+    return int(400e6 + cache_gib * 2**30 + chunk + weights + 2 * (512 << 20) + 3 * (64 << 20) + search_memory_bytes(job) + sums + transforms)
 
 
 def _gpu_memory_text(job: Job) -> str:
@@ -201,20 +227,15 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("symmetry", _symmetry_text(settings.symmetry)),
         ("data", "premultiplied, weights hold CTF^2 (RELION 4 convention)" if particles.premultiplied else "weights multiply the reference"),
     ]
+    facts.append(("wedge", _wedge_text(job)))
     if isinstance(settings, AlignSettings):
-        k_start = min(job.k_limit, job.shell_of(settings.initial_lowpass_angst))
-        shift = settings.shift_range_angst or 0.15 * job.diameter_angst
-        levels = search_levels(
-            SearchPlan(settings.angle_increment_deg, settings.angle_shells, shift, max(3.0, float(int(k_start))), settings.global_search),
-            grid.binned_box_size,
-            grid.binned_pixel_size_angst,
-            job.radius_voxels,
-        )
+        first = first_search(job)
+        levels = _levels(job, first)
         text = ", ".join(f"{len(level.rotations)} rotations to {job.shell_of(1.0) / level.k_max:.0f} A" for level in levels)
         facts += [
             ("start map", ", ".join(settings.references) or "average of the given poses"),
             *_class_facts(job, settings),
-            ("first search", f"{'all orientations: ' if settings.global_search else ''}{text}; shifts within {shift:.0f} A"),
+            ("first search", f"{_where(settings)}{text}; shifts within {first.shift_radius_angst:.0f} A"),
             ("score", settings.score),
             ("iterations", f"{'at most ' if settings.until_converged else ''}{settings.iterations}"),
             ("estimated time", _estimate(job, plan, levels)),
@@ -246,6 +267,36 @@ def _class_facts(job: Job, settings: AlignSettings) -> list[tuple[str, str]]:
         start = f"drawn at random after the first iteration (--seed {settings.seed})"
     by = "log-likelihood" if settings.score == "ml" else f"score {settings.score}"
     return [("classes", f"{settings.classes}, {start}; {settings.class_assignment} assignment by {by}")]
+
+
+def _where(settings: AlignSettings) -> str:
+    """Where the first search looks, if not around the poses of the list alone."""
+    if settings.relax_symmetry is not None:
+        return f"around each pose and its {settings.relax_symmetry} copies: "
+    if settings.angle_list is not None:
+        return f"all orientations of {Path(settings.angle_list).name}: "
+    return "all orientations: " if settings.global_search else ""
+
+
+def _wedge_text(job: Job) -> str:
+    """Where weights come from; tilts as they were read, and as they are used."""
+    weights = job.particles.weight_paths
+    n_volumes = sum(isinstance(weight, Path) for weight in weights)
+    kinds = [f"{plural(n_volumes, 'particle')} with volumes of the list"] if n_volumes else []
+    given = [weight for weight in weights if isinstance(weight, tuple)]
+    sets = list(dict.fromkeys(given))
+    flipped = ", taken with the other sign (--flip-tilt)" if job.settings.flip_tilt else ""
+    if sets:
+        shown = "; ".join(" and ".join(f"{t.tilt_min_deg:g} to {t.tilt_max_deg:g} about {t.tilt_axis}" for t in tilts) for tilts in sets[:3])
+        more = f" and {len(sets) - 3} others" if len(sets) > 3 else ""
+        kinds.append(f"{plural(len(given), 'particle')} with tilts {shown}{more} of the list{flipped}")
+    rest = len(weights) - n_volumes - len(given)
+    if rest and job.settings.tilt_range_deg is not None:
+        low, high = job.settings.tilt_range_deg
+        kinds.append(f"{plural(rest, 'particle')} with tilts {low:g} to {high:g} about {job.settings.tilt_axis} (--tilt-range){flipped}")
+    elif rest:
+        kinds.append(f"{plural(rest, 'particle')} without")
+    return ", ".join(kinds)
 
 
 def _symmetry_text(name: str) -> str:
@@ -308,7 +359,7 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
     def done() -> list[WorkerSummary]:
         return [tallies[index] for index in sorted(tallies)]
 
-    try:
+    def compute() -> RunResult:
         folder.begin_leg()
         folder.event("start", command=command)
         halves = [int((job.particles.half == h).sum()) for h in (1, 2)]
@@ -345,6 +396,10 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
         folder.event("end", seconds=round(seconds, 2))
         _say_result(folder, result, state, seconds, job)
         return result
+
+    try:
+        with remembered():
+            return compute()
     except BaseException:
         with suppress(Exception):  # the disk may be what stopped the run
             folder.end_leg(time.perf_counter() - begun, done())
@@ -412,6 +467,8 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
     if state is not None and state.history:
         last = state.history[-1]
         say(f"Median change of the last iteration: {last['angle_change_deg']:.2f} degrees, {last['shift_change_angst']:.2f} A.")
+        unclear = f"; {plural(last['ambiguous'], 'particle')} had a second mode at odds of more than 1 to 100" if last["ambiguous"] else ""
+        say(f"Median uncertainty of a pose, along one axis: {last['angle_sigma_deg']:.2f} degrees, {last['shift_sigma_angst']:.2f} A{unclear}.")
         if getattr(job.settings, "until_converged", False):
             reached = "Converged" if has_converged(state.history) else "Not converged"
             say(f"{reached} after {plural(len(state.history), 'iteration')}.")
@@ -421,7 +478,12 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
     in_all = f" ({total_of_legs(legs)[0]:.1f} s in all, resumed {plural(len(legs) - 1, 'time')})" if len(legs) > 1 else ""
     say(f"{result.half_counts[0]} + {result.half_counts[1]} particles, {seconds:.1f} s{in_all}.")
     maps = f"class1 to class{len(result.classes)} with maps and FSC" if result.classes else "average.mrc, half1.mrc, half2.mrc, fsc.star"
-    say(f"Results in {folder.path}: {maps}, particles.star, report.html")
+    say(f"Results in {folder.path}: {maps}, {_lists(folder)}, report.html")
+
+
+def _lists(folder: RunFolder) -> str:
+    """Names of the particle lists in a run folder."""
+    return ", ".join(sorted(path.name for path in folder.path.glob("particles*") if path.name in FILES))
 
 
 @contextmanager

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .backends.protocols import Candidates, ParticleBatch, PoseEstimates, SearchLevel, SearchSession, as_candidates, unusable
 from .noise import NoiseModel, ResidualPower, held_in_average
+from .pose_prior import PosePrior
 from .sampling import local_rotations, rotations_for_increment
+from .symmetry import group_rotations, in_asymmetric_unit
 
 SEEDS = 4
 """Candidates kept between levels that do not reach the full band."""
 
 GLOBAL_SEEDS = (12, 6)
 """Candidates kept after the first and the second level of a global search, which still hold several modes."""
+
+MODES = 2
+"""Candidates of the last level that are refined: the pose, and the best one that may be another mode."""
+
+_MODES_APART = 3.0
+"""Modes are this far apart, in units of what the band can tell; nearer ones are slopes of one peak."""
 
 UNLIKELY = 25.0
 """A candidate whose log-likelihood is so much below the best one's is not followed (its weight is 1e-11)."""
@@ -28,6 +37,8 @@ _REFINEMENT_REACH = 1.5
 _BAND_FACTOR = 1.2
 _SHIFT_FACTOR = 0.8
 _LOWEST_BAND = 6.0
+_SEEDS_PER_COPY = 2
+"""Candidates kept for each copy of a relaxed symmetry: its copies score alike until the band tells them apart."""
 _GLOBAL_INCREMENT_DEG = 15.0
 _GLOBAL_BAND_FACTOR, _GLOBAL_STEP_FACTOR = 5.5, 4.5
 _WIDEST_INCREMENT_DEG = 25.0
@@ -49,6 +60,12 @@ class SearchPlan:
         Full band, 1 / box.
     everywhere : bool
         A global search: all orientations, whatever the start's; increment and shells say nothing then.
+    symmetry : str
+        Point group of the reference. A global search leaves out orientations that it makes equal to others.
+    rotations : (a, 3, 3) float64, optional
+        First level of a global search in place of an even cover; `increment_deg` is then their spacing.
+    relaxed : str
+        Point group whose copies of each start are searched as well, against a reference that does not have it.
     """
 
     increment_deg: float
@@ -56,6 +73,9 @@ class SearchPlan:
     shift_radius_angst: float
     k_max: float
     everywhere: bool = False
+    symmetry: str = "C1"
+    rotations: NDArray[np.float64] | None = field(default=None, compare=False)
+    relaxed: str = "C1"
 
 
 def shift_step_angst(k_max: float, box_size: int, pixel_size_angst: float) -> float:
@@ -84,28 +104,30 @@ def search_levels(plan: SearchPlan, box_size: int, pixel_size_angst: float, radi
     Returns
     -------
     tuple of SearchLevel
-        The last one uses the full band and keeps one candidate.
+        The last one uses the full band and keeps `MODES` candidates, far enough apart to be modes.
     """
     levels: list[SearchLevel] = []
     step, shells, radius = plan.increment_deg, plan.shells, plan.shift_radius_angst
     lowest, finest = _LOWEST_BAND, math.inf
+    listed = plan.rotations
     if plan.everywhere:
-        step, lowest = global_start(plan.k_max, box_size, radius_voxels)
+        step, lowest = global_start(plan.k_max, box_size, radius_voxels, None if listed is None else plan.increment_deg)
         # the refinement needs a start within reach, also where all levels have one band
         finest = _REFINEMENT_REACH * angular_resolution_deg(math.floor(plan.k_max), box_size, radius_voxels)
+    most = max(SEEDS, _SEEDS_PER_COPY * len(group_rotations(plan.relaxed))) if plan.relaxed != "C1" else SEEDS
     while True:
         band = min(plan.k_max, max(lowest, _BAND_FACTOR * angular_resolution_deg(1.0, box_size, radius_voxels) / step))
         band = float(max(2.0, math.floor(band)))
         last = band >= math.floor(plan.k_max) and step <= finest
-        seeds = GLOBAL_SEEDS[len(levels)] if plan.everywhere and len(levels) < len(GLOBAL_SEEDS) else SEEDS
+        seeds = GLOBAL_SEEDS[len(levels)] if plan.everywhere and len(levels) < len(GLOBAL_SEEDS) else most
         levels.append(
             SearchLevel(
-                rotations_for_increment(step) if plan.everywhere and not levels else local_rotations(step, shells),
+                local_rotations(step, shells) if levels or not plan.everywhere else all_rotations(step, plan.symmetry) if listed is None else listed,
                 radius,
                 shift_step_angst(band, box_size, pixel_size_angst),
                 band,
-                1 if last else seeds,
-                1.1 * step,
+                MODES if last else seeds,
+                max(1.1 * step, _MODES_APART * angular_resolution_deg(band, box_size, radius_voxels)) if last else 1.1 * step,
             )
         )
         if last:
@@ -114,16 +136,38 @@ def search_levels(plan: SearchPlan, box_size: int, pixel_size_angst: float, radi
         radius = max(shift_step_angst(band, box_size, pixel_size_angst), pixel_size_angst)
 
 
-def global_start(k_max: float, box_size: int, radius_voxels: float) -> tuple[float, float]:
+@lru_cache(maxsize=4)
+def all_rotations(increment_deg: float, symmetry: str = "C1") -> NDArray[np.float64]:
+    """An even cover of all orientations that a symmetry tells apart, (a, 3, 3): one in as many as the group has elements.
+
+    Of the equal rotations ``L g`` the cover holds the part around the one nearest to the identity.
+    """
+    rotations = rotations_for_increment(increment_deg)
+    rotations = rotations[in_asymmetric_unit(rotations, symmetry)]
+    rotations.flags.writeable = False
+    return rotations
+
+
+def global_start(k_max: float, box_size: int, radius_voxels: float, spacing_deg: float | None = None) -> tuple[float, float]:
     """Angular step and band of a global search's first level.
 
     15 degrees (4,400 rotations) and the band at which that is 5.5 times what the band can tell; where the start map ends before, its own
     band and a wider step. Finer steps found no more on made and real particles, steps of 20 degrees at band 8 a few less.
+
+    Parameters
+    ----------
+    k_max : float
+    box_size : int
+    radius_voxels : float
+    spacing_deg : float, optional
+        Of orientations that are given; then this is the step, and the band that which goes with it.
     """
-    widest = _GLOBAL_BAND_FACTOR * angular_resolution_deg(1.0, box_size, radius_voxels) / _GLOBAL_INCREMENT_DEG
+    step = _GLOBAL_INCREMENT_DEG if spacing_deg is None else spacing_deg
+    widest = _GLOBAL_BAND_FACTOR * angular_resolution_deg(1.0, box_size, radius_voxels) / step
     band = float(max(2.0, math.floor(min(k_max, max(_LOWEST_BAND, widest)))))
-    step = _GLOBAL_STEP_FACTOR * angular_resolution_deg(band, box_size, radius_voxels)
-    return min(_WIDEST_INCREMENT_DEG, max(_GLOBAL_INCREMENT_DEG, step)), band
+    if spacing_deg is not None:
+        return spacing_deg, band
+    return min(_WIDEST_INCREMENT_DEG, max(_GLOBAL_INCREMENT_DEG, _GLOBAL_STEP_FACTOR * angular_resolution_deg(band, box_size, radius_voxels))), band
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +200,9 @@ def align_chunk(
     anchor_angst: NDArray[np.float64],
     levels: tuple[SearchLevel, ...],
     refine: bool,
-    everywhere: bool = False,
+    plan: SearchPlan | None = None,
     evidence: float = 0.0,
+    prior: PosePrior | None = None,
 ) -> ChunkResult:
     """Searches level by level, refines, and collects residuals at the poses found.
 
@@ -173,14 +218,17 @@ def align_chunk(
         Empty: no search.
     refine : bool
         Whether to end with Gauss-Newton.
-    everywhere : bool
-        The first level holds all orientations: it starts from none, with the shifts of the starts.
+    plan : SearchPlan, optional
+        What the levels were made from. Where it goes everywhere, the first level starts from no orientation, with the shifts of the starts,
+        and candidates that the symmetry makes equal to a better one are dropped; where it relaxes a symmetry, from all copies of the starts.
     evidence : float
-        Log-likelihood that one unit of score stands for; 0 where scores are no likelihoods. Unlikely candidates are then dropped between levels.
+        Log-likelihood that one unit of score stands for; 0 where scores are no likelihoods. Else unlikely candidates are dropped: between the
+        levels of a search with several modes, and before the refinement of any.
+    prior : PosePrior, optional
     """
-    bad = session.load(particles)
+    bad = session.load(particles, prior)
     usable = ~unusable(bad, len(particles.keys))
-    out_rotations, out_shifts, estimates = _find_poses(session, usable, rotations, shifts_angst, anchor_angst, levels, refine, everywhere, evidence)
+    out_rotations, out_shifts, estimates = _find_poses(session, usable, rotations, shifts_angst, anchor_angst, levels, refine, plan, evidence)
     residuals = session.residuals(out_rotations, out_shifts)
     session.unload()
     return ChunkResult(out_rotations, out_shifts, estimates, residuals, bad)
@@ -194,14 +242,22 @@ def _find_poses(
     anchor_angst: NDArray[np.float64],
     levels: tuple[SearchLevel, ...],
     refine: bool,
-    everywhere: bool,
+    plan: SearchPlan | None,
     evidence: float,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], PoseEstimates | None]:
     """Poses of the particles that a session has loaded, level by level and refined."""
+    everywhere = plan is not None and plan.everywhere
     candidates = as_candidates(np.broadcast_to(np.eye(3), rotations.shape) if everywhere else rotations, shifts_angst)
+    relaxes = plan is not None and plan.relaxed != "C1"
+    if plan is not None and levels and relaxes:
+        candidates = all_copies(candidates, plan.relaxed)
     candidates.scores[~usable] = -np.inf
-    for level in levels:
-        candidates = session.search(drop_unlikely(candidates, evidence), anchor_angst, level)
+    for number, level in enumerate(levels):
+        if plan is not None and number > 0 and (everywhere or relaxes):
+            candidates = drop_copies(drop_unlikely(candidates, evidence), plan.symmetry, levels[number - 1].separation_deg)
+        candidates = session.search(candidates, anchor_angst, level)
+    if levels:
+        candidates = drop_copies(drop_unlikely(candidates, evidence), "C1" if plan is None else plan.symmetry, levels[-1].separation_deg)
     found = candidates.scores[:, 0] > -np.inf
     estimates = None
     if refine:
@@ -257,8 +313,9 @@ def align_classes(
     handicap: NDArray[np.float64],
     noise: NoiseModel,
     by_likelihood: bool,
-    everywhere: bool = False,
+    plan: SearchPlan | None = None,
     evidence: float = 0.0,
+    prior: PosePrior | None = None,
 ) -> ClassesResult:
     """Every particle against every class, one class after the other; what was prepared of a particle serves all of them.
 
@@ -269,7 +326,7 @@ def align_classes(
     particles : ParticleBatch
     rotations : (c, p, 3, 3), shifts_angst : (c, p, 3)
         Starts in each class.
-    anchor_angst, levels, everywhere, evidence
+    anchor_angst, levels, plan, evidence, prior
         As `align_chunk`.
     refine : bool
         Without it nothing is compared: residuals are taken at the starts, against the classes `given`.
@@ -289,10 +346,10 @@ def align_classes(
     if refine:
         for c in range(count):
             session = open_session(c)
-            bad = session.load(particles)
+            bad = session.load(particles, prior)
             usable = ~unusable(bad, size)
             out_rotations[c], out_shifts[c], estimates = _find_poses(
-                session, usable, rotations[c], shifts_angst[c], anchor_angst, levels, True, everywhere, evidence
+                session, usable, rotations[c], shifts_angst[c], anchor_angst, levels, True, plan, evidence
             )
             session.unload()
             assert estimates is not None
@@ -318,6 +375,13 @@ def align_classes(
     return ClassesResult(out_rotations, out_shifts, scores, likelihood, variances, best, residuals, held_weight, held_power, sorted(bad))
 
 
+def all_copies(candidates: Candidates, group: str) -> Candidates:
+    """Every candidate ``(R, s)`` as ``(R g, s)`` for all g of a group."""
+    elements = group_rotations(group)
+    rotations = (candidates.rotations[:, :, None] @ elements).reshape(len(candidates), -1, 3, 3)
+    return Candidates(rotations, np.repeat(candidates.shifts_angst, len(elements), axis=1), np.repeat(candidates.scores, len(elements), axis=1))
+
+
 def drop_unlikely(candidates: Candidates, evidence: float) -> Candidates:
     """Without those whose weight, by the log-likelihood ``evidence * score``, is nothing beside the best one's."""
     if evidence <= 0.0 or candidates.scores.shape[1] == 1:
@@ -326,3 +390,30 @@ def drop_unlikely(candidates: Candidates, evidence: float) -> Candidates:
     with np.errstate(invalid="ignore"):  # -inf - -inf where a particle has no candidate
         unlikely = behind * evidence > UNLIKELY
     return replace(candidates, scores=np.where(unlikely, -np.inf, candidates.scores))
+
+
+def drop_copies(candidates: Candidates, symmetry: str, separation_deg: float) -> Candidates:
+    """Without those that the symmetry makes (nearly) equal to a better one: seeds are modes, not copies of one.
+
+    Parameters
+    ----------
+    candidates : Candidates
+        Best first.
+    symmetry : str
+    separation_deg : float
+        Candidates nearer than this, modulo the group, are the same.
+    """
+    group = group_rotations(symmetry)
+    seeds = candidates.scores.shape[1]
+    if len(group) == 1 or seeds == 1:
+        return candidates
+    scores = candidates.scores.copy()
+    same = 1.0 + 2.0 * math.cos(math.radians(separation_deg))  # the trace of a rotation by that angle
+    elements = group.reshape(len(group), 9).T
+    for better in range(seeds - 1):
+        # trace((R_better g)^T R_other) for every element g
+        relative = np.einsum("pji,psjk->psik", candidates.rotations[:, better], candidates.rotations[:, better + 1 :])
+        traces = relative.reshape(len(scores), -1, 9) @ elements
+        copies = (traces.max(axis=-1) > same) & (scores[:, better] > -np.inf)[:, None]
+        scores[:, better + 1 :][copies] = -np.inf
+    return replace(candidates, scores=scores)

@@ -9,7 +9,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from .backends import interpolation as kernels
-from .backends.cpu import unpack_normal_equations
+from .backends.newton import unpack_normal_equations
 from .backends.protocols import WeightedSum
 from .fourier import PAD, central_irfftn, grid_band, in_parallel, padded_offset, padded_spectrum, sinc2_correction
 from .geometry import matrix_to_rotvec, rotvec_to_matrix

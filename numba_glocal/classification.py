@@ -351,7 +351,8 @@ class Classification:
         record["settled"] = has_settled(record, state.history)
         next_state.history = [*state.history, record]
         if settings.adaptive:
-            adapt(job, next_state, angle_change, shift_change)
+            modulo = settings.symmetry if settings.relax_symmetry is None else settings.relax_symmetry  # another copy needs no wider search
+            adapt(job, next_state, angle_modulo_deg(was.rotations, poses.rotations, modulo)[usable], shift_change)
         self.folder.write_state(next_state)
         self.folder.event("iteration", **record, noise={h: (noise[h].gamma, noise[h].epsilon) for h in HALVES})
         _log.info(
@@ -443,6 +444,7 @@ class Classification:
             angle_sigma_deg=own(aligned.angle_sigma_deg),
             shift_sigma_angst=own(aligned.shift_sigma_angst),
             log_likelihood=own(aligned.log_likelihood),
+            margin=None,
             bad=dict(self.passes.bad),
             classes=classes,
         )

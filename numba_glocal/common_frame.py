@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +12,8 @@ from .backends.protocols import WeightedSum
 from .noise import NoiseModel
 from .passes import Passes
 from .reference_maps import ReferenceMaps
+from .schedule import within_limits
+from .settings import AlignSettings
 from .symmetry import free_motion
 from .values import Poses
 
@@ -75,15 +76,7 @@ class CommonFrame:
         for half, share in ((1, -0.5), (2, 0.5)):
             rows = np.flatnonzero(job.particles.half == half)
             moved = move_frame(poses.take(rows), rotvec, shift_voxels * pixel, share)
-            rotations[rows], shifts[rows] = moved.rotations, self._within_limit(moved.shifts_angst, rows)
-        poses = Poses(rotations, shifts)
+            rotations[rows], shifts[rows] = moved.rotations, moved.shifts_angst
+        assert isinstance(job.settings, AlignSettings)
+        poses = within_limits(Poses(rotations, shifts), self.passes.anchors, job.settings)
         return poses, self.passes.sums(f"{name}: averages, one frame", poses, noise, shares=shares), apart
-
-    def _within_limit(self, shifts_angst: NDArray[Any], rows: NDArray[np.intp]) -> NDArray[Any]:
-        """Shifts brought back to the hard limit: --max-shift holds for what the common frame moves too."""
-        limit = getattr(self.passes.job.settings, "max_shift_angst", None)
-        if limit is None:
-            return shifts_angst
-        away = shifts_angst - self.passes.anchors[rows]
-        distance = np.linalg.norm(away, axis=1, keepdims=True)
-        return self.passes.anchors[rows] + away * np.minimum(1.0, limit / np.maximum(distance, 1e-12))

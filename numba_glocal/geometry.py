@@ -51,6 +51,42 @@ def matrix_to_relion(rotations: ArrayLike) -> NDArray[np.float64]:
     return np.rad2deg(np.stack([rot, tilt, psi], axis=-1)).reshape(*matrix.shape[:-2], 3)
 
 
+def zxz_to_matrix(angles_deg: ArrayLike) -> NDArray[np.float64]:
+    """Rotation matrices from the angles of PyTom, TOM/AV3 and STOPGAP.
+
+    Parameters
+    ----------
+    angles_deg : (..., 3) array_like
+        ``Z1, Z2, X`` (phi, psi, the) in degrees; ``R = Rz(Z2) Rx(X) Rz(Z1)``.
+
+    Returns
+    -------
+    (..., 3, 3) float64
+        ``R``.
+    """
+    angles = np.asarray(angles_deg, dtype=np.float64)
+    flat = Rotation.from_euler("ZXZ", angles.reshape(-1, 3)[:, [1, 2, 0]], degrees=True).as_matrix()
+    return flat.reshape(*angles.shape[:-1], 3, 3)
+
+
+def matrix_to_zxz(rotations: ArrayLike) -> NDArray[np.float64]:
+    """Angles ``Z1, Z2, X`` in degrees from matrices (..., 3, 3); at X 0 or 180 Z2 is 0.
+
+    Returns
+    -------
+    (..., 3) float64
+        X from 0 to 180.
+    """
+    matrix = np.asarray(rotations, dtype=np.float64)
+    r = matrix.reshape(-1, 3, 3)
+    # R = Rz(a) Rx(b) Rz(c): its last column is (sin a sin b, -cos a sin b, cos b), its last row (sin b sin c, sin b cos c, cos b)
+    x = np.arctan2(np.hypot(r[:, 0, 2], r[:, 1, 2]), r[:, 2, 2])
+    locked = np.hypot(r[:, 0, 2], r[:, 1, 2]) < 1e-9
+    z2 = np.where(locked, 0.0, np.arctan2(r[:, 0, 2], -r[:, 1, 2]))
+    z1 = np.where(locked, np.arctan2(np.where(r[:, 2, 2] > 0, 1.0, -1.0) * r[:, 1, 0], r[:, 0, 0]), np.arctan2(r[:, 2, 0], r[:, 2, 1]))
+    return np.rad2deg(np.stack([z1, z2, x], axis=-1)).reshape(*matrix.shape[:-2], 3)
+
+
 def rotvec_to_matrix(rotvec_rad: ArrayLike) -> NDArray[np.float64]:
     """Matrices (..., 3, 3) of rotation vectors (..., 3) in radians (axis times angle)."""
     vec = np.asarray(rotvec_rad, dtype=np.float64)

@@ -13,19 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backends.protocols import Grid, ParticleMask
-from .errors import NoAnglesWarning, SettingsError, VolumeError, plural
+from .errors import ListError, NoAnglesWarning, SettingsError, VolumeError, plural
 from .execution.tasks import Chunk
 from .filters import lowpass
 from .fourier import grid_shells, max_band, padded_offset
 from .half_sets import assign_half_sets
 from .io import read_particles, read_volume
+from .io.angle_list import read_angle_list
 from .io.pixel_size import SAME_PIXEL_SIZE
 from .masks import check_mask, mask_offset_voxels, spherical_mask
-from .particles import ParticleReader, TiltRange, fourier_crop
+from .particles import ParticleReader, fourier_crop
+from .sampling import distinct_rotations
 from .settings import AlignSettings, AverageSettings
 from .shifts import binned_box_size
 from .symmetry import symmetry_agreement
-from .values import FloatArray, ParticleSet
+from .values import ParticleSet, Poses, TiltRange
 
 _DEFAULT_DIAMETER_OF_BOX = 0.8
 _CHUNK_BYTES = 512 << 20
@@ -58,6 +60,8 @@ class Job:
     warnings : list of str
     further_start_maps : tuple of (n, n, n) float32
         Of the second class and those after it.
+    listed_rotations : (a, 3, 3) float64 or None
+        Of --angle-list, each once.
     """
 
     settings: AlignSettings | AverageSettings
@@ -73,6 +77,7 @@ class Job:
     start_map: NDArray[np.float32] | None = field(repr=False)
     warnings: list[str]
     further_start_maps: tuple[NDArray[np.float32], ...] = field(default=(), repr=False)
+    listed_rotations: NDArray[np.float64] | None = field(default=None, repr=False)
 
     @property
     def grid(self) -> Grid:
@@ -114,7 +119,18 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     with _kept_in(warnings):
         if isinstance(settings, AlignSettings) and settings.global_search:
             python_warnings.simplefilter("ignore", NoAnglesWarning)
-        particles = read_particles(Path(settings.particles), pixel_size_angst=settings.pixel_size_angst, premultiplied=premultiplied)
+        particles = read_particles(
+            Path(settings.particles),
+            pixel_size_angst=settings.pixel_size_angst,
+            premultiplied=premultiplied,
+            particle_names=settings.particle_names,
+            wedge_list=settings.wedge_list,
+        )
+    if particles.stacks is not None:
+        raise ListError(f"{settings.particles}: a list of stacks of 2-D images is read but not aligned yet; expected a volume for each particle")
+    if particles.volume_axes is not None:
+        warnings.append("the volumes are taken to stand as rlnTomoSubtomogramRot/Tilt/Psi turn them, as relion_tomo_subtomo cuts them")
+    particles = particles.in_volumes()
     half, notes = assign_half_sets(particles, settings.split, settings.seed)
     warnings += notes
     particles = particles.with_half(half)
@@ -143,12 +159,13 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         else:
             warnings.append("the list names no wedge or CTF volume and no --tilt-range is given: all of Fourier space is taken as measured")
     elif settings.tilt_range_deg is not None:
-        warnings.append("--tilt-range is not used: every particle of the list names its own wedge or CTF volume")
-    reader = ParticleReader(grid, particle_mask, settings.normalise, settings.invert_contrast, tilt_range)
+        warnings.append("--tilt-range is not used: every particle of the list has its own wedge or CTF volume")
+    reader = ParticleReader(grid, particle_mask, settings.normalise, settings.invert_contrast, tilt_range, settings.flip_tilt)
     size_angst = binned * grid.binned_pixel_size_angst
     k_limit = float(max_band(binned))
     k_min = 0.0
     references: list[NDArray[np.float32]] = []
+    listed = None
     if isinstance(settings, AlignSettings):
         if settings.lowpass_angst is not None:
             k_limit = min(k_limit, size_angst / settings.lowpass_angst)
@@ -166,10 +183,12 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         if not resume:
             for path in settings.references:
                 references.append(_start_map(grid, path, settings.initial_lowpass_angst, particles.pixel_size_source))
+        if settings.angle_list is not None:
+            listed = distinct_rotations(read_angle_list(settings.angle_list))
         warnings += _classes_of_list(particles, settings)
     _check_weights(particles, reader, k_min, k_limit)
     first, further = (references[0], tuple(references[1:])) if references else (None, ())
-    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, first, warnings, further)
+    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, first, warnings, further, listed)
 
 
 def start_classes(particles: ParticleSet, count: int) -> NDArray[np.int64] | None:
@@ -214,9 +233,15 @@ def _check_weights(particles: ParticleSet, reader: ParticleReader, k_min: float,
     """The first few weight volumes are read before work starts; a bad one among the others costs its particles only."""
     shells = grid_shells(reader.grid.binned_box_size)
     band = (shells >= max(1.0, k_min)) & (shells <= k_limit)
-    for path in list(dict.fromkeys(particles.weight_paths))[:_CHECKED_WEIGHTS]:
-        if not reader.read_weight(path)[band].any():
-            raise VolumeError(f"{path or '--tilt-range'}: a wedge that leaves nothing in the band; expected weights other than 0 there")
+    for weight in list(dict.fromkeys(particles.weight_paths))[:_CHECKED_WEIGHTS]:
+        if not reader.read_weight(weight)[band].any():
+            name = weight if isinstance(weight, Path) else f"tilts {_tilts(weight)} of the list" if weight else "--tilt-range"
+            raise VolumeError(f"{name}: a wedge that leaves nothing in the band; expected weights other than 0 there")
+
+
+def _tilts(weight: tuple[TiltRange, ...]) -> str:
+    """Tilt ranges in words."""
+    return " and ".join(f"{t.tilt_min_deg:g} to {t.tilt_max_deg:g}" for t in weight)
 
 
 def _masks(settings: AlignSettings | AverageSettings, grid: Grid) -> tuple[NDArray[np.float32], str, ParticleMask, float, str]:
@@ -323,7 +348,7 @@ def largest_chunk(box_size: int) -> int:
 
 
 def make_chunks(
-    particles: ParticleSet, anchors_angst: FloatArray, half: int, parts: int = 8, largest: int = 128, chosen: NDArray[np.bool_] | None = None
+    particles: ParticleSet, anchors: Poses, half: int, parts: int = 8, largest: int = 128, chosen: NDArray[np.bool_] | None = None
 ) -> list[Chunk]:
     """Chunks of one half-set, or of those chosen of it: a function of the list and the box alone, so that no result depends on workers."""
     inside = particles.half == half
@@ -341,7 +366,8 @@ def make_chunks(
                 tuple(particles.weight_paths[i] for i in part),
                 np.asarray(particles.poses.rotations[part], np.float64),
                 np.asarray(particles.poses.shifts_angst[part], np.float64),
-                np.asarray(anchors_angst[part], np.float64),
+                np.asarray(anchors.shifts_angst[part], np.float64),
+                np.asarray(anchors.rotations[part], np.float64),
             )
         )
     return chunks

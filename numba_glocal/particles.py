@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,8 @@ from .fourier import centred_irfftn, centred_rfftn
 from .io import read_volume
 from .io.mrc import read_plain_mrc
 from .masks import outside_sphere
-from .wedge import read_weight_volume, tilt_range_weights
-
-
-@dataclass(frozen=True, slots=True)
-class TiltRange:
-    """A missing wedge given by its tilt range, for lists that name no weight volumes."""
-
-    tilt_min_deg: float
-    tilt_max_deg: float
-    tilt_axis: str = "y"
-    flip: bool = False
+from .values import TiltRange, Weight
+from .wedge import read_weight_volume, union_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +33,9 @@ class ParticleReader:
         To mean 0 and deviation 1 outside the mask; else only the mean is taken off.
     invert_contrast : bool
     tilt_range : TiltRange or None
-        For particles without a weight volume; None: all of Fourier space is there.
+        For particles without weights of their own; None: all of Fourier space is there.
+    flip_tilts : bool
+        Tilts that a list gives have the other sign (those of `tilt_range` say it themselves).
     """
 
     grid: Grid
@@ -50,6 +43,7 @@ class ParticleReader:
     normalise: bool = True
     invert_contrast: bool = False
     tilt_range: TiltRange | None = None
+    flip_tilts: bool = False
 
     @property
     def normalisation(self) -> Normalisation:
@@ -105,13 +99,15 @@ class ParticleReader:
         flat *= np.float32(factor)
         return fourier_crop(data, self.grid.binned_box_size)
 
-    def read_weight(self, path: Path | None) -> NDArray[np.float32]:
-        """Weight on the worked grid's half-spectrum; the same array object for the same path."""
-        return _weight(path, self.tilt_range, self.grid.box_size, self.grid.binned_box_size)
+    def read_weight(self, weight: Weight | None) -> NDArray[np.float32]:
+        """Weight on the worked grid's half-spectrum; the same array object for the same volume or tilts."""
+        if self.flip_tilts and isinstance(weight, tuple):
+            weight = tuple(replace(tilts, flip=not tilts.flip) for tilts in weight)
+        return _weight(weight, self.tilt_range, self.grid.box_size, self.grid.binned_box_size)
 
-    def batch(self, names: tuple[str, ...], volume_paths: tuple[Path, ...], weight_paths: tuple[Path | None, ...]) -> ParticleBatch:
+    def batch(self, names: tuple[str, ...], volume_paths: tuple[Path, ...], weight_paths: tuple[Weight | None, ...]) -> ParticleBatch:
         """Particles for a session; the key of a particle tells how it was read."""
-        prefix = f"{self.normalise}{self.invert_contrast}{self.tilt_range}{self.normalise_mask}"
+        prefix = f"{self.normalise}{self.invert_contrast}{self.tilt_range}{self.flip_tilts}{self.normalise_mask}"
 
         def read(index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
             volume = self.read_volume(names[index], volume_paths[index])
@@ -135,13 +131,13 @@ class ParticleReader:
 
 
 @lru_cache(maxsize=64)
-def _weight(path: Path | None, tilt_range: TiltRange | None, box_size: int, binned_box_size: int) -> NDArray[np.float32]:
-    if path is not None:
-        weight = read_weight_volume(path, box_size)
-    elif tilt_range is not None:
-        weight = tilt_range_weights(
-            box_size, tilt_range.tilt_min_deg, tilt_range.tilt_max_deg, tilt_axis=tilt_range.tilt_axis, flip=tilt_range.flip, smooth_voxels=1.0
-        )
+def _weight(source: Weight | None, tilt_range: TiltRange | None, box_size: int, binned_box_size: int) -> NDArray[np.float32]:
+    if source is None and tilt_range is not None:
+        source = (tilt_range,)
+    if isinstance(source, Path):
+        weight = read_weight_volume(source, box_size)
+    elif source is not None:
+        weight = union_weights(box_size, source)
     else:
         weight = np.ones((box_size, box_size, box_size // 2 + 1), np.float32)
     return np.ascontiguousarray(crop_half_spectrum(weight, binned_box_size), np.float32)

@@ -23,6 +23,7 @@ from .execution.tasks import AlignTask, ClassesTask, ReferenceFile, SumResult, S
 from .job import Job, largest_chunk, make_chunks
 from .noise import NoiseModel, ResidualPower, fit_noise
 from .results import ClassState, RunFolder, RunState
+from .schedule import prior_widths
 from .settings import AlignSettings
 from .symmetry import grid_factors
 from .values import Poses
@@ -30,6 +31,8 @@ from .values import Poses
 _log = logging.getLogger("numba_glocal")
 
 HALVES = (1, 2)
+NO_OTHER_MODE = 1000.0
+"""Margin of a particle whose search met no second mode; a number, because lists hold numbers."""
 # A partial sum is as large as a padded map: few, large chunks. A GPU adds so fast that handing over the sum is what costs.
 _SUM_PARTS, _SUM_CHUNK = 4, 512
 _GPU_SUM_PARTS, _GPU_SUM_CHUNK, _GPU_SUM_BYTES = 1, (64, 1024), 4 << 30
@@ -62,8 +65,8 @@ class Passes:
     ----------
     bad : dict of row to reason
         Particles that cannot be used.
-    anchors : (n, 3) array, Angstrom
-        Shifts of the list, which shift limits are about.
+    anchors : Poses
+        Those of the list, which limits and priors are about.
     """
 
     def __init__(self, job: Job, executor: Executor, folder: RunFolder, stage: Stage, chunk_limit: int | None = None) -> None:
@@ -72,7 +75,7 @@ class Passes:
         self._sum_parts, self._sum_chunk = (
             (_SUM_PARTS, _SUM_CHUNK) if chunk_limit is None else (_GPU_SUM_PARTS, gpu_sum_chunk(job.grid.binned_box_size))
         )
-        self.anchors = job.particles.poses.shifts_angst.copy()
+        self.anchors = job.particles.poses
         self.bad: dict[int, str] = {}
 
     def results(self, title: str, tasks: list[Any]) -> Iterable[tuple[Any, Any]]:
@@ -134,6 +137,7 @@ class Passes:
                 plan,
                 self.job.radius_voxels,
                 refine,
+                prior_widths(settings),
             )
             for half in HALVES
             for chunk in make_chunks(particles, self.anchors, half, largest=self.largest_chunk)
@@ -181,6 +185,7 @@ class Passes:
                     plan,
                     self.job.radius_voxels,
                     refine,
+                    prior_widths(settings),
                 )
                 rows = chunk.rows
                 tasks.append(ClassesTask(common, files, classes.rotations[:, rows], classes.shifts_angst[:, rows], given[rows], handicap[:, rows]))
@@ -283,6 +288,7 @@ class Aligned:
             angle_sigma_deg=state.angle_sigma_deg.copy(),
             shift_sigma_angst=state.shift_sigma_angst.copy(),
             log_likelihood=state.log_likelihood.copy(),
+            margin=np.full(len(state.scores), np.nan) if state.margin is None else state.margin.copy(),
         )
         self.residuals = {half: ResidualPower.empty(n_shells) for half in HALVES}
 
@@ -297,6 +303,8 @@ class Aligned:
             unusable = ~np.isfinite(estimates.scores)
             state.scores[rows] = np.where(unusable, np.nan, estimates.scores)
             state.log_likelihood[rows] = np.where(unusable, np.nan, estimates.log_likelihood)
+            if task.plan is not None and state.margin is not None:  # without a search there is no other mode to see
+                state.margin[rows] = np.where(unusable, np.nan, np.minimum(estimates.margin, NO_OTHER_MODE))
             # root mean square over the three axes
             variance = np.maximum(np.diagonal(estimates.covariances, axis1=1, axis2=2), 0.0)
             state.angle_sigma_deg[rows] = np.where(unusable, np.nan, np.rad2deg(np.sqrt(variance[:, :3].mean(1))))

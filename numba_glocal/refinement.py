@@ -36,6 +36,8 @@ from .values import FSCCurve, Volume
 _log = logging.getLogger("numba_glocal")
 
 _REFITS = 2
+_CLEAR_ODDS = math.log(100.0)
+"""A particle whose second mode is nearer than this in log-likelihood is counted as ambiguous: odds below 100 to 1."""
 _MASK_SPREAD = 1.25
 """Runs on noise agree up to this many box / diameter shells beyond the start map's (measured: 1.07): the mask carries them there."""
 
@@ -110,6 +112,7 @@ class Refinement:
         fsc = self.maps.fsc(half_maps)
         crossing = self.maps.crossing(fsc)
         good = np.isfinite(aligned.state.scores)
+        margin = np.full(0, np.nan) if aligned.state.margin is None else aligned.state.margin[good]
         angle_change = angle_modulo_deg(before.rotations, poses.rotations, self._symmetry)[good]
         shift_change = np.linalg.norm(before.shifts_angst - poses.shifts_angst, axis=1)[good]
         folder = self.folder.iteration_folder(number)
@@ -131,6 +134,7 @@ class Refinement:
             "seconds": time.perf_counter() - begun,
             "angle_sigma_deg": float(np.median(aligned.state.angle_sigma_deg[good])),
             "shift_sigma_angst": float(np.median(aligned.state.shift_sigma_angst[good])),
+            "ambiguous": int(np.sum(margin < _CLEAR_ODDS)),
         }
         record["settled"] = has_settled(record, state.history)
         next_state = replace(
@@ -143,7 +147,8 @@ class Refinement:
             scale=state.scale,
         )
         if settings.adaptive:
-            adapt(self.job, next_state, angle_change, shift_change)
+            modulo = settings.symmetry if settings.relax_symmetry is None else settings.relax_symmetry  # another copy needs no wider search
+            adapt(self.job, next_state, angle_modulo_deg(before.rotations, poses.rotations, modulo)[good], shift_change)
         self.folder.write_state(next_state)
         self.folder.event(
             "iteration",
@@ -254,7 +259,7 @@ def _average_noise(passes: Passes, maps: ReferenceMaps, fsc: FSCCurve) -> dict[i
     tasks = [
         AlignTask(chunk, job.reader, references[half], job.particle_mask, flat[half], "ml", 0.0, k_max, math.inf, None, job.radius_voxels, False)
         for half in HALVES
-        for chunk in make_chunks(job.particles, job.particles.poses.shifts_angst, half, largest=passes.largest_chunk)
+        for chunk in make_chunks(job.particles, job.particles.poses, half, largest=passes.largest_chunk)
     ]
     for task, result in passes.results("noise", tasks):
         residuals[task.chunk.half] = residuals[task.chunk.half] + result.residuals

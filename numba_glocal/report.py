@@ -50,6 +50,8 @@ class IterationSummary:
         Median uncertainty of the poses, along one axis.
     settled : bool
         Poses moved by little of that, and the resolution was no better than before.
+    ambiguous : int or None
+        Particles with another mode in what was searched, at odds of more than 1 to 100.
     seconds : float or None
         Wall time.
     class_change : float or None
@@ -68,6 +70,7 @@ class IterationSummary:
     angle_sigma_deg: float | None = None
     shift_sigma_angst: float | None = None
     settled: bool = False
+    ambiguous: int | None = None
     class_change: float | None = None
     classes: Sequence[Mapping[str, Any]] = ()
 
@@ -368,6 +371,9 @@ def _iteration_table(iterations: Sequence[IterationSummary]) -> tuple[list[str],
         ("searched to", lambda i: i.band_angst, _angst),
         ("median turn", lambda i: i.angle_change_deg, lambda v: f"{v:.2f}\u00b0"),
         ("median shift", lambda i: i.shift_change_angst, lambda v: f"{v:.2f} \u00c5"),
+        ("angle sigma", lambda i: i.angle_sigma_deg, lambda v: f"{v:.2f}\u00b0"),
+        ("shift sigma", lambda i: i.shift_sigma_angst, lambda v: f"{v:.2f} \u00c5"),
+        ("ambiguous", lambda i: i.ambiguous, str),
         ("changed class", lambda i: i.class_change, lambda v: f"{100 * v:.1f} %"),
         ("classes", lambda i: i.classes or None, lambda v: " / ".join(f"{100 * c['share']:.0f} %" for c in v)),
         ("time", lambda i: i.seconds, _duration),

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from . import __version__
 from .errors import InputError, SettingsError
 from .filters import filter_average
-from .io import read_volume, write_particles, write_volume
+from .io import ListFormat, list_formats, read_volume, write_particles, write_volume
 from .io.fsc_star import read_fsc_star, write_fsc_star
-from .io.paths import whole_file
+from .io.paths import VolumeFinder, whole_file
 from .report import ClassSummary, IterationSummary, ReportData, WorkerSummary
 from .resolution import Crossing
 from .settings import AlignSettings, AverageSettings, read_job_file, settings_to_toml
@@ -40,6 +40,10 @@ except ImportError:  # not on Windows
 
 FILES = {
     "particles.star": "poses, half-sets, scores and uncertainties; columns of the input kept",
+    "particles.xml": "the list in its own format, PyTom's, with the new poses",
+    "particles.tbl": "the list in its own format, Dynamo's, with the new poses",
+    "particles.em": "the list in its own format, TOM/AV3's, with the new poses",
+    "particles_stopgap.star": "the list in its own format, STOPGAP's, with the new poses",
     "half1.mrc": "half-map 1, unfiltered",
     "half2.mrc": "half-map 2, unfiltered",
     "average.mrc": "map of all particles, unfiltered",
@@ -57,7 +61,8 @@ FILES = {
 _BEFORE_RESULTS = {"job.toml", "provenance.json", "log.txt", "events.jsonl", "start.npz"}
 _OF_ITERATIONS = {
     *(f"{name}{half}.{suffix}" for name, suffix in (("reference", "npy"), ("half", "mrc"), ("start_map", "mrc")) for half in (1, 2)),
-    *("start_map.mrc", "average.mrc", "fsc.star", "particles.star"),
+    *("start_map.mrc", "average.mrc", "fsc.star"),
+    *(name for name in FILES if name.startswith("particles")),
 }
 _CLASS_ARRAYS = ("rotations", "shifts_angst", "shares", "margins", "handicap")
 _CLASS_PREFIX = re.compile(r"^class[0-9]+_")
@@ -123,6 +128,8 @@ class RunState:
         Factor of the start map.
     symmetry_agreement : (float, float) or None
         Of the start map; see `symmetry.symmetry_agreement`.
+    margin : (n,) float64 or None
+        Log-likelihood above the best other mode of the last search, at most `passes.NO_OTHER_MODE`; None before the first.
     classes : ClassState or None
         Where there are several; `poses` and all else per particle are then those of its class.
     """
@@ -140,6 +147,7 @@ class RunState:
     history: list[dict[str, Any]]
     scale: float = 1.0
     symmetry_agreement: tuple[float, float] | None = None
+    margin: NDArray[np.float64] | None = None
     classes: ClassState | None = None
 
 
@@ -429,7 +437,7 @@ class RunFolder:
         write_fsc_star(folder / f"{prefix}fsc.star", fsc, criterion)
 
     def write_particles(self, folder: Path, particles: ParticleSet, state: RunState) -> None:
-        """The list with new poses, scores and uncertainties.
+        """The list with new poses, scores and uncertainties: as RELION's, and in its own format too where that is another.
 
         An unusable particle keeps its pose and gets the worst values, so that it is last however the list is sorted: the
         lowest score and likelihood of the usable ones, a rotation known to 180 degrees and a shift to half the box.
@@ -445,13 +453,23 @@ class RunFolder:
             "ngShiftSigmaAngst": (state.shift_sigma_angst, half_box_angst),
             "rlnLogLikeliContribution": (state.log_likelihood, lowest(state.log_likelihood)),
         }
+        if state.margin is not None:
+            columns["ngModeMargin"] = state.margin, 0.0
         # what a run knows nothing of (`average` scores nothing) stays as the list has it
         known = {name: np.where(np.isfinite(values), values, worst) for name, (values, worst) in columns.items() if np.isfinite(values).any()}
+        particles = particles.with_poses(state.poses)
         if state.classes is not None:
             margins = state.classes.margins
             known["ngClass"] = known["rlnClassNumber"] = state.classes.numbers
             known["ngClassMargin"] = np.where(np.isfinite(margins), margins, 0.0)
-        write_particles(folder / "particles.star", particles.with_poses(state.poses), known)
+            particles = replace(particles, classes=state.classes.numbers.astype(np.int32))  # for formats without such columns
+        own = list_format_of(particles)
+        if own is None:
+            write_particles(folder / "particles.star", particles, known)
+            return
+        name = "particles_stopgap.star" if own.suffixes == (".star",) else f"particles{own.suffixes[0]}"
+        write_particles(folder / name, particles, known, to=own.key)
+        write_particles(folder / "particles.star", _for_relion(folder, particles), known, to="relion")
 
     def write_start(self, particles: ParticleSet, binned_box_size: int) -> None:
         """What the run began from, for the report and to know it again."""
@@ -495,6 +513,7 @@ class RunFolder:
                 angle_sigma_deg=state.angle_sigma_deg,
                 shift_sigma_angst=state.shift_sigma_angst,
                 log_likelihood=state.log_likelihood,
+                margin=np.full(len(state.scores), np.nan) if state.margin is None else state.margin,
                 facts=np.array(
                     json.dumps(
                         {
@@ -541,6 +560,7 @@ class RunFolder:
                 facts["history"],
                 facts["scale"],
                 tuple(facts["symmetry_agreement"]) if facts.get("symmetry_agreement") else None,
+                stored["margin"],
                 ClassState(*(stored[f"class_{name}"] for name in _CLASS_ARRAYS)) if "class_shares" in stored else None,
             )
 
@@ -566,6 +586,21 @@ class RunFolder:
         self.write_maps(folder, half_maps, fsc, criterion)
         write_volume(folder / "average.mrc", Volume(average, fsc.pixel_size_angst))
         write_volume(folder / "average_filtered.mrc", Volume(filter_average(average, fsc, criterion), fsc.pixel_size_angst))
+
+
+def list_format_of(particles: ParticleSet) -> ListFormat | None:
+    """The format a list came in where that is not RELION's (or a simulation, which has none)."""
+    key = getattr(particles.source, "format_key", "relion")
+    return None if key == "relion" else next((f for f in list_formats() if f.key == key and f.write is not None), None)
+
+
+def _for_relion(folder: Path, particles: ParticleSet) -> ParticleSet:
+    """The particles under names by which a list in `folder` finds them, their own or absolute ones."""
+    finder = VolumeFinder(folder / "particles.star")
+    found = finder.find(particles.names[0])
+    if found is not None and found.resolve() == particles.volume_paths[0].resolve():
+        return particles
+    return replace(particles, names=tuple(str(path.absolute()) for path in particles.volume_paths))
 
 
 def _plain(value: Any) -> Any:

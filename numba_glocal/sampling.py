@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.spatial import cKDTree
+from scipy.spatial.transform import Rotation
 
 from .errors import SettingsError
 from .geometry import rotvec_to_matrix
@@ -111,6 +113,24 @@ def count_for_increment(increment_deg: float) -> int:
 def rotations_for_increment(increment_deg: float) -> NDArray[np.float64]:
     """An even cover of all rotations, neighbours about `increment_deg` apart; (a, 3, 3) float64."""
     return uniform_rotations(count_for_increment(increment_deg))
+
+
+def distinct_rotations(rotations: NDArray[np.float64], tolerance_deg: float = 0.01) -> NDArray[np.float64]:
+    """Rotations (a, 3, 3) without those that repeat an earlier one."""
+    quaternions = Rotation.from_matrix(rotations).as_quat()
+    tree = cKDTree(np.concatenate([quaternions, -quaternions]))  # q and -q are one rotation
+    pairs = tree.query_pairs(2.0 * math.sin(math.radians(tolerance_deg) / 4.0), output_type="ndarray") % len(rotations)
+    later = np.maximum(pairs[:, 0], pairs[:, 1])[pairs[:, 0] != pairs[:, 1]]
+    return np.delete(np.asarray(rotations, np.float64), np.unique(later), axis=0)
+
+
+def spacing_deg(rotations: NDArray[np.float64]) -> float:
+    """Median angle in degrees from each of (a, 3, 3) distinct rotations to its nearest neighbour; 180 for one alone."""
+    if len(rotations) < 2:
+        return 180.0
+    quaternions = Rotation.from_matrix(rotations).as_quat()
+    distance, _ = cKDTree(np.concatenate([quaternions, -quaternions])).query(quaternions, k=2)
+    return float(np.median(np.degrees(4.0 * np.arcsin(np.clip(distance[:, 1] / 2.0, 0.0, 1.0)))))
 
 
 def _ball(radius: float, step: float) -> NDArray[np.float64]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,11 @@ from numpy.typing import NDArray
 
 from .alignment import SearchPlan, angular_resolution_deg, global_start, shift_step_angst
 from .job import Job
+from .pose_prior import PosePrior, PriorWidths
 from .results import RunState
+from .sampling import spacing_deg
 from .settings import AlignSettings
+from .values import Poses
 
 _SETTLED_SHARE = 0.25
 _SETTLED_RUNS = 2
@@ -20,17 +24,69 @@ _SETTLED_CLASSES = 0.01
 _GLOBAL_ITERATIONS = 1
 
 
+def first_search(job: Job) -> SearchPlan:
+    """What the first iteration searches from a start map; an average of the given poses may have a narrower band."""
+    settings = job.settings
+    assert isinstance(settings, AlignSettings)
+    shift_range = settings.shift_range_angst if settings.shift_range_angst is not None else 0.15 * job.diameter_angst
+    if settings.max_shift_angst is not None:
+        shift_range = min(shift_range, settings.max_shift_angst)
+    k_max = min(job.k_limit, max(3.0, float(int(job.shell_of(settings.initial_lowpass_angst)))))
+    return _plan(job, settings.angle_increment_deg, shift_range, k_max, settings.global_search)
+
+
 def search_plan(job: Job, state: RunState) -> SearchPlan:
     """What the iteration after `state` searches."""
     settings = job.settings
     assert isinstance(settings, AlignSettings)
     everywhere = settings.global_search and state.iteration < _GLOBAL_ITERATIONS
-    return SearchPlan(state.increment_deg, settings.angle_shells, state.shift_range_angst, state.k_max, everywhere)
+    return _plan(job, state.increment_deg, state.shift_range_angst, state.k_max, everywhere)
+
+
+def _plan(job: Job, increment_deg: float, shift_range_angst: float, k_max: float, everywhere: bool) -> SearchPlan:
+    settings = job.settings
+    assert isinstance(settings, AlignSettings)
+    listed = job.listed_rotations if everywhere else None
+    return SearchPlan(
+        increment_deg if listed is None else spacing_deg(listed),
+        settings.angle_shells,
+        shift_range_angst,
+        k_max,
+        everywhere,
+        settings.symmetry,
+        listed,
+        settings.relax_symmetry or "C1",
+    )
+
+
+def prior_widths(settings: AlignSettings) -> PriorWidths:
+    """What the options say of how far poses may be from those of the list."""
+    return PriorWidths(
+        math.inf if settings.angle_prior_deg is None else settings.angle_prior_deg,
+        math.inf if settings.shift_prior_angst is None else settings.shift_prior_angst,
+        math.inf if settings.max_angle_deg is None else settings.max_angle_deg,
+        settings.relax_symmetry or settings.symmetry,
+    )
+
+
+def within_limits(poses: Poses, anchors: Poses, settings: AlignSettings) -> Poses:
+    """Poses brought back to the hard limits: they hold for what the halves' common frame moves too."""
+    rotations, shifts = poses.rotations, poses.shifts_angst
+    if settings.max_shift_angst is not None:
+        away = shifts - anchors.shifts_angst
+        distance = np.linalg.norm(away, axis=1, keepdims=True)
+        shifts = anchors.shifts_angst + away * np.minimum(1.0, settings.max_shift_angst / np.maximum(distance, 1e-12))
+    prior = PosePrior.about(prior_widths(settings), anchors.rotations, anchors.shifts_angst)
+    if prior is not None and settings.max_angle_deg is not None:
+        rotations = np.stack([prior.of(p).limited(rotation) for p, rotation in enumerate(rotations)])
+    return Poses(rotations, shifts)
 
 
 def first_increment_deg(job: Job, plan: SearchPlan) -> float:
     """Angular step of the first level."""
-    return global_start(plan.k_max, job.grid.binned_box_size, job.radius_voxels)[0] if plan.everywhere else plan.increment_deg
+    if not plan.everywhere or plan.rotations is not None:
+        return plan.increment_deg
+    return global_start(plan.k_max, job.grid.binned_box_size, job.radius_voxels)[0]
 
 
 def adapt(job: Job, state: RunState, angle_change_deg: NDArray[np.float64], shift_change_angst: NDArray[np.float64]) -> None:

@@ -22,7 +22,7 @@ MOST_ANGLE_SHELLS = 20
 _LARGEST_FOLD = 99
 
 
-def symmetry_name(name: str) -> str:
+def symmetry_name(name: str, option: str = "--symmetry") -> str:
     """A point group's name in capitals.
 
     Raises
@@ -35,7 +35,7 @@ def symmetry_name(name: str) -> str:
         return upper
     found = re.fullmatch(r"([CD])([1-9][0-9]*)", upper, re.ASCII)
     if found is None or int(found.group(2)) > _LARGEST_FOLD:
-        raise SettingsError(f"--symmetry: expected C1, Cn or Dn (n up to {_LARGEST_FOLD}), T, O, I or I1 to I4; found {name!r}")
+        raise SettingsError(f"{option}: expected C1, Cn or Dn (n up to {_LARGEST_FOLD}), T, O, I or I1 to I4; found {name!r}")
     return upper
 
 
@@ -73,12 +73,20 @@ class AlignSettings:
         Local search of the first iteration; of the second one when the first is global.
     global_search : bool
         The first iteration looks at all orientations; those of the list do not matter.
+    angle_list : str or None
+        File of orientations that such a search begins with, in place of an even cover.
     shift_range_angst : float or None
         Shifts tried in the first iteration; None: 0.15 of the diameter.
     max_shift_angst : float or None
         Hard limit of the distance from the list's shifts.
+    max_angle_deg : float or None
+        Hard limit of the turn from the list's orientations, or from the nearest of their symmetric copies.
+    angle_prior_deg, shift_prior_angst : float or None
+        Standard deviations, along one axis, of Gaussian priors about the list's poses.
     symmetry : str
         Point group, about RELION's axes.
+    relax_symmetry : str or None
+        Point group whose copies of each pose are searched too, while nothing is averaged by it.
     adaptive : bool
         Increment and shift range follow the poses' changes; else they stay.
     score : str
@@ -89,6 +97,11 @@ class AlignSettings:
     tilt_range_deg : (float, float) or None
     tilt_axis : str
     flip_tilt : bool
+        Tilts have the other sign, those of `tilt_range_deg` and those of the list.
+    particle_names : str or None
+        How files are named after their numbers, for lists that only number particles.
+    wedge_list : str or None
+        Tilts of the tomograms, for motive lists.
     split : str
         Half-sets: "file", "particle" or "tomogram".
     iterations : int
@@ -126,9 +139,14 @@ class AlignSettings:
     angle_shells: int = 3
     angle_increment_deg: float = 4.5
     global_search: bool = False
+    angle_list: str | None = None
     shift_range_angst: float | None = None
     max_shift_angst: float | None = None
+    max_angle_deg: float | None = None
+    angle_prior_deg: float | None = None
+    shift_prior_angst: float | None = None
     symmetry: str = "C1"
+    relax_symmetry: str | None = None
     adaptive: bool = True
     score: str = "ml"
     highpass_angst: float | None = None
@@ -137,6 +155,8 @@ class AlignSettings:
     tilt_range_deg: tuple[float, float] | None = None
     tilt_axis: str = "y"
     flip_tilt: bool = False
+    particle_names: str | None = None
+    wedge_list: str | None = None
     split: str = "file"
     iterations: int = 4
     until_converged: bool = False
@@ -155,7 +175,7 @@ class AlignSettings:
     def __post_init__(self) -> None:
         """Refuses values that mean nothing, by their option's name."""
         object.__setattr__(self, "further_references", tuple(self.further_references))
-        for name in ("particles", "output", "reference", "further_references", "mask"):
+        for name in ("particles", "output", "reference", "further_references", "mask", "angle_list", "particle_names", "wedge_list"):
             try:
                 "".join(getattr(self, name) or "").encode()
             except UnicodeEncodeError:
@@ -171,6 +191,9 @@ class AlignSettings:
             ("--pixel-size", self.pixel_size_angst),
             ("--shift-range", self.shift_range_angst),
             ("--max-shift", self.max_shift_angst),
+            ("--max-angle", self.max_angle_deg),
+            ("--angle-prior-deg", self.angle_prior_deg),
+            ("--shift-prior-angst", self.shift_prior_angst),
             ("--highpass", self.highpass_angst),
             ("--lowpass", self.lowpass_angst),
             ("--angle-increment", self.angle_increment_deg),
@@ -189,6 +212,9 @@ class AlignSettings:
             raise SettingsError(
                 f"--angle-shells {self.angle_shells} x --angle-increment {self.angle_increment_deg:g} reaches 180 degrees; expected a local search"
             )
+        if self.angle_list is not None:
+            object.__setattr__(self, "global_search", True)
+        self._check_search()
         if self.global_search and self.reference is None:
             raise SettingsError(
                 "--global: orientations are taken as unknown, so there is no average to start from; expected a start map (--reference),"
@@ -245,6 +271,33 @@ class AlignSettings:
         """Start maps, none to one for each class."""
         return () if self.reference is None else (self.reference, *self.further_references)
 
+    def _check_search(self) -> None:
+        """Refuses priors, limits and relaxed groups that contradict the rest."""
+        priors = {"--angle-prior-deg": self.angle_prior_deg, "--shift-prior-angst": self.shift_prior_angst}
+        for option, value in priors.items():
+            if value is not None and self.score != "ml":
+                raise SettingsError(
+                    f"{option}: a prior is added to log-likelihoods, and --score {self.score} is none; expected --score ml, or a hard limit"
+                    " (--max-angle, --max-shift)"
+                )
+        if self.global_search:
+            given = {"--max-angle": self.max_angle_deg, "--angle-prior-deg": self.angle_prior_deg, "--relax-symmetry": self.relax_symmetry}
+            for option, wanted in given.items():
+                if wanted is not None:
+                    how = "--global" if self.angle_list is None else "--angle-list"
+                    raise SettingsError(f"{option}: {how} takes orientations as unknown; expected one of them only")
+        if self.relax_symmetry is not None:
+            object.__setattr__(self, "relax_symmetry", symmetry_name(self.relax_symmetry, "--relax-symmetry"))
+            if self.relax_symmetry == "C1":
+                raise SettingsError("--relax-symmetry C1: there is nothing to relax; expected another group, or none")
+            if self.symmetry != "C1":
+                raise SettingsError(f"--relax-symmetry {self.relax_symmetry}: averages are made without it; expected no --symmetry {self.symmetry}")
+            if self.reference is None:
+                raise SettingsError(
+                    f"--relax-symmetry {self.relax_symmetry}: copies of a pose are taken as unknown, so the average of the given poses tells them"
+                    " not apart; expected a start map without the symmetry (--reference)"
+                )
+
 
 @dataclass(frozen=True, slots=True)
 class AverageSettings:
@@ -271,6 +324,8 @@ class AverageSettings:
     tilt_range_deg: tuple[float, float] | None = None
     tilt_axis: str = "y"
     flip_tilt: bool = False
+    particle_names: str | None = None
+    wedge_list: str | None = None
     split: str = "file"
     seed: int = 0
     invert_contrast: bool = False

@@ -21,7 +21,7 @@ from .noise import NoiseModel, ResidualPower
 from .passes import HALVES, Passes
 from .reference_maps import ReferenceMaps
 from .results import ClassState, RunState
-from .schedule import search_plan
+from .schedule import first_search, prior_widths, search_plan
 from .settings import AlignSettings, AverageSettings
 from .symmetry import symmetrised, symmetry_agreement
 from .values import Volume
@@ -56,16 +56,13 @@ class Start:
         assert isinstance(settings, AlignSettings)
         count = len(job.particles)
         nothing = np.full(count, np.nan)
-        shift_range = settings.shift_range_angst if settings.shift_range_angst is not None else 0.15 * job.diameter_angst
-        if settings.max_shift_angst is not None:
-            shift_range = min(shift_range, settings.max_shift_angst)
-        k_max = min(job.k_limit, max(3.0, float(int(job.shell_of(settings.initial_lowpass_angst)))))
+        plan = first_search(job)
         state = RunState(
             0,
             job.particles.poses,
-            k_max,
-            settings.angle_increment_deg,
-            shift_range,
+            plan.k_max,
+            plan.increment_deg,
+            plan.shift_radius_angst,
             nothing,
             nothing.copy(),
             nothing.copy(),
@@ -89,7 +86,7 @@ class Start:
             with FileWriter() as writer:
                 writer.write(self.folder.write_maps, folder, half_maps, fsc, settings.fsc_criterion)
                 self.maps.write_references(folder, sums, fsc, writer)
-            state = replace(state, k_max=self.maps.next_band(state.k_max, fsc, ceiling=k_max))
+            state = replace(state, k_max=self.maps.next_band(state.k_max, fsc, ceiling=plan.k_max))
         self._show_start(folder)
         return state
 
@@ -157,7 +154,7 @@ class Start:
         rows = {half: np.flatnonzero(job.particles.half == half)[:looked_at] for half in HALVES}
         some_rows = np.sort(np.concatenate(list(rows.values())))
         some = job.particles.take(some_rows)
-        chunks = [(half, chunk) for half in HALVES for chunk in make_chunks(some, some.poses.shifts_angst, half, largest=self.passes.largest_chunk)]
+        chunks = [(half, chunk) for half in HALVES for chunk in make_chunks(some, some.poses, half, largest=self.passes.largest_chunk)]
         plan = search_plan(self.job, state)
 
         def tasks(sign: float, noise: dict[int, NoiseModel], used_plan: SearchPlan | None) -> list[AlignTask]:
@@ -176,6 +173,7 @@ class Start:
                     used_plan,
                     job.radius_voxels,
                     used_plan is not None,
+                    replace(prior_widths(settings), angle_deg=math.inf, shift_angst=math.inf),  # ncc is no likelihood
                 )
                 for half, chunk in chunks
             ]

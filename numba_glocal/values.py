@@ -63,6 +63,110 @@ class Poses:
 
 
 @dataclass(frozen=True, slots=True)
+class TiltRange:
+    """A missing wedge given by the tilts of a series; a tuple of them is the union of what each samples (dual-axis series).
+
+    Attributes
+    ----------
+    tilt_min_deg, tilt_max_deg : float
+        Within -90 .. 90.
+    tilt_axis : {"y", "x"}
+    flip : bool
+        Take tilts with the other sign.
+    turn : (9,) tuple of float, optional
+        Rotation matrix (row by row) that carries the tilt axis and the beam onto those of the particle's volume; None: they are.
+    smooth_voxels : float
+        Width of a cosine edge outside of the sampled region, in voxels of the unbinned spectrum.
+    cutoff_voxels : float
+        Nothing is sampled beyond this radius of the unbinned spectrum; 0: no limit.
+    """
+
+    tilt_min_deg: float
+    tilt_max_deg: float
+    tilt_axis: str = "y"
+    flip: bool = False
+    turn: tuple[float, ...] | None = None
+    smooth_voxels: float = 1.0
+    cutoff_voxels: float = 0.0
+
+
+Weight = Path | tuple[TiltRange, ...]
+"""Where a particle's weights come from: a volume, or the tilts of its series."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Where the centres of the particle volumes lie in their tomograms; the particle itself is at centre + shift.
+
+    Attributes
+    ----------
+    voxels : (n, 3) float64 or None
+        ``(x, y, z)`` from the centre of the tomogram's first voxel, in voxels of `voxel_size_angst`.
+    centred_angst : (n, 3) float64 or None
+        From the tomogram's centre (docs/conventions.md). At least one of the two is there; both say the same.
+    voxel_size_angst : (n,) float64
+        Edge of those voxels; ``nan`` where nobody knows it.
+    centre_voxels : (n, 3) float64
+        The tomogram's centre in those voxels; ``nan`` where nobody knows it.
+    """
+
+    voxels: FloatArray | None
+    centred_angst: FloatArray | None
+    voxel_size_angst: FloatArray
+    centre_voxels: FloatArray
+
+    @classmethod
+    def in_voxels(cls, voxels: FloatArray, voxel_size_angst: float = float("nan")) -> Coordinates:
+        """Coordinates of a list that knows voxels only."""
+        n = len(voxels)
+        return cls(np.asarray(voxels, np.float64), None, np.full(n, voxel_size_angst), np.full((n, 3), np.nan))
+
+    def __len__(self) -> int:
+        return len(self.voxel_size_angst)
+
+    def take(self, index: IntArray | Sequence[int]) -> Coordinates:
+        """The coordinates at `index`, in that order."""
+        index = np.asarray(index, dtype=np.intp)
+        kept = [None if part is None else part[index] for part in (self.voxels, self.centred_angst)]
+        return Coordinates(kept[0], kept[1], self.voxel_size_angst[index], self.centre_voxels[index])
+
+    def as_voxels(self) -> FloatArray:
+        """(n, 3) from the first voxel's centre; rows of ``nan`` where the tomogram's centre or voxel size is needed and unknown."""
+        if self.voxels is not None:
+            return self.voxels
+        assert self.centred_angst is not None
+        return self.centred_angst / self.voxel_size_angst[:, None] + self.centre_voxels
+
+    def as_centred_angst(self) -> FloatArray:
+        """(n, 3) from the tomogram's centre; rows of ``nan`` where the tomogram's centre or voxel size is needed and unknown."""
+        if self.centred_angst is not None:
+            return self.centred_angst
+        assert self.voxels is not None
+        return (self.voxels - self.centre_voxels) * self.voxel_size_angst[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class TiltStacks:
+    """What a list says of particles that are stacks of 2-D images, one image a tilt: `ParticleSet.volume_paths` then names the stacks.
+
+    Attributes
+    ----------
+    visible_frames : tuple of ((n_tilts,) bool) or None
+        Tilts of the tomogram that the stack holds, for each particle, in the tomogram's order; None where the list does not say.
+    tomograms_path : Path or None
+        The file with the tomograms' projections; None where it is not known.
+    """
+
+    visible_frames: tuple[NDArray[np.bool_], ...] | None
+    tomograms_path: Path | None
+
+    def take(self, index: IntArray | Sequence[int]) -> TiltStacks:
+        """Those of the particles at `index`, in that order."""
+        frames = self.visible_frames
+        return TiltStacks(None if frames is None else tuple(frames[int(i)] for i in np.asarray(index)), self.tomograms_path)
+
+
+@dataclass(frozen=True, slots=True)
 class ParticleSet:
     """A particle list, read and understood. Immutable; `dataclasses.replace` or the methods make changed copies.
 
@@ -72,8 +176,9 @@ class ParticleSet:
         Particle volumes as the list names them, kept byte for byte.
     volume_paths : tuple of Path
         Where those volumes were found.
-    weight_paths : tuple of (Path or None)
-        Wedge, CTF or CTF^2 volume of each particle (``rlnCtfImage``), None when the list has none.
+    weight_paths : tuple of (Path, tuple of TiltRange, or None)
+        Wedge, CTF or CTF^2 volume of each particle (``rlnCtfImage``), or its tilts where the list gives a wedge by angles; None
+        when the list has neither.
     poses : Poses
         Current poses.
     half : (n,) int8
@@ -90,15 +195,27 @@ class ParticleSet:
         Edge of the particle volumes in voxels.
     premultiplied : bool
         True when volumes are already multiplied by their CTF and the weight volume holds CTF^2.
-    classes : (n,) int32 or None
-        Class of each particle, from 1, as the list has it; None when it says nothing.
     source : object
-        The document the list came from, with every column, block and digit, so that it can be written back.
+        The document the list came from, with every column, block and digit, so that it can be written back. It has `take`, may have
+        `in_volumes`, the name of its format as `format_key`, and ``extras()``, what only that format can hold.
+    coordinates : Coordinates or None
+        Places in the tomograms.
+    classes : (n,) int32 or None
+        As the list has them.
+    scores : (n,) float64 or None
+        Of the program that wrote the list; higher is better, ``nan`` where there is none.
+    volume_axes : (n, 3, 3) float64 or None
+        Where volumes were cut along axes of their own (RELION's pseudo-subtomograms): the rotation from the volume's axes to the
+        tomogram's. None: the volumes stand as the tomograms do. `poses` are about the tomogram's axes until `in_volumes` is called.
+    stacks : TiltStacks or None
+        Where particles are stacks of 2-D images and not volumes.
+    pixel_sizes_angst : (n,) float64 or None
+        Of each particle, where optics groups differ (only lists are handled so); `pixel_size_angst` is then that of the first.
     """
 
     names: tuple[str, ...]
     volume_paths: tuple[Path, ...]
-    weight_paths: tuple[Path | None, ...]
+    weight_paths: tuple[Weight | None, ...]
     poses: Poses
     half: NDArray[np.int8]
     tomograms: tuple[str, ...]
@@ -107,11 +224,31 @@ class ParticleSet:
     pixel_size_source: str
     box_size: int
     premultiplied: bool = False
-    classes: NDArray[np.int32] | None = None
     source: Any = field(default=None, repr=False, compare=False)
+    coordinates: Coordinates | None = None
+    classes: NDArray[np.int32] | None = None
+    scores: FloatArray | None = None
+    volume_axes: FloatArray | None = None
+    stacks: TiltStacks | None = None
+    pixel_sizes_angst: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def tilt_ranges_deg(self) -> FloatArray | None:
+        """(n, 2) lowest and highest tilt about y of particles whose list gives a wedge by such angles, ``nan`` for others; None without any."""
+        ranges = np.full((len(self), 2), np.nan)
+        for row, weight in enumerate(self.weight_paths):
+            if isinstance(weight, tuple) and len(weight) == 1 and weight[0].tilt_axis == "y" and weight[0].turn is None:
+                low, high = weight[0].tilt_min_deg, weight[0].tilt_max_deg
+                ranges[row] = (-high, -low) if weight[0].flip else (low, high)
+        return None if np.isnan(ranges).all() else ranges
+
+    def shifts_voxels(self) -> FloatArray:
+        """(n, 3) shifts in voxels of the particle volumes."""
+        sizes = np.full(len(self), self.pixel_size_angst) if self.pixel_sizes_angst is None else self.pixel_sizes_angst
+        return self.poses.shifts_angst / sizes[:, None]
 
     def with_poses(self, poses: Poses) -> ParticleSet:
         """The same particles at other poses."""
@@ -120,6 +257,25 @@ class ParticleSet:
     def with_half(self, half: IntArray) -> ParticleSet:
         """The same particles with other half-sets."""
         return replace(self, half=np.asarray(half, dtype=np.int8))
+
+    def in_volumes(self) -> ParticleSet:
+        """The same particles, poses about the axes of their volumes: what a search and an average compare volumes with.
+
+        Coordinates are of the tomogram's axes and do not go along where volumes are turned.
+        """
+        if self.volume_axes is None:
+            return self
+        source = self.source.in_volumes(self.volume_axes) if self.source is not None else None
+        return replace(self, poses=turned_back(self.poses, self.volume_axes), volume_axes=None, source=source, coordinates=None)
+
+    def positions_voxels(self) -> FloatArray:
+        """(n, 3) places of the particles themselves, centre + shift, in voxels of `coordinates`; ``nan`` where it takes what nobody knows."""
+        if self.coordinates is None:
+            return np.full((len(self), 3), np.nan)
+        shifts = self.poses.shifts_angst
+        # a shift of zero needs no voxel size
+        steps = np.divide(shifts, self.coordinates.voxel_size_angst[:, None], out=np.zeros_like(shifts), where=shifts != 0)
+        return self.coordinates.as_voxels() + steps
 
     def take(self, index: IntArray | Sequence[int]) -> ParticleSet:
         """The particles at `index`, in that order; the source rows go with them."""
@@ -134,9 +290,20 @@ class ParticleSet:
             half=self.half[index],
             tomograms=tuple(self.tomograms[i] for i in index),
             groups=self.groups[index],
-            classes=None if self.classes is None else self.classes[index],
             source=source,
+            coordinates=None if self.coordinates is None else self.coordinates.take(index),
+            classes=None if self.classes is None else self.classes[index],
+            scores=None if self.scores is None else self.scores[index],
+            volume_axes=None if self.volume_axes is None else self.volume_axes[index],
+            stacks=None if self.stacks is None else self.stacks.take(index),
+            pixel_sizes_angst=None if self.pixel_sizes_angst is None else self.pixel_sizes_angst[index],
         )
+
+
+def turned_back(poses: Poses, axes: FloatArray) -> Poses:
+    """Poses about the axes of `axes` (n, 3, 3), from poses about those that `axes` leads to: ``axes^T R`` and ``axes^T s``."""
+    back = np.swapaxes(axes, 1, 2)
+    return Poses(back @ poses.rotations, np.einsum("nij,nj->ni", back, poses.shifts_angst))
 
 
 @dataclass(frozen=True, slots=True)

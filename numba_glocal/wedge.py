@@ -6,6 +6,7 @@ Layout everywhere: ``[kz, ky, kx]`` of `numpy.fft.rfftn`, origin in the corner, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from .errors import SettingsError, VolumeError
 from .io.volumes import read_array
+from .values import TiltRange
 
 
 def read_weight_volume(path: str | Path, box_size: int, *, quiet: bool = True) -> NDArray[np.float32]:
@@ -23,7 +25,8 @@ def read_weight_volume(path: str | Path, box_size: int, *, quiet: bool = True) -
     ----------
     path : path
         MRC or EM. Full with the origin in the centre (n, n, n); or half with the origin in the corner, the reduced axis being
-        x (n, n, n//2+1) or z (n//2+1, n, n).
+        x (n, n, n//2+1) or z (n//2+1, n, n). Of RELION 4's stack of two half volumes (2n, n, n//2+1) the first is taken, the sum
+        of CTF^2; the second counts images, and nothing is divided by it here.
     box_size : int
         Edge n of the particles.
     quiet : bool
@@ -55,8 +58,11 @@ def half_layout(data: NDArray[Any], box_size: int, name: object = "weights") -> 
         half = data
     elif data.shape == (h, n, n):
         half = _from_half_z(data, n)
+    elif data.shape == (2 * n, n, h):
+        half = data[:n]
     else:
-        raise VolumeError(f"{name}: found {_kind(data.shape)}; expected weights for box {n}: {n} x {n} x {n}, {h} x {n} x {n} or {n} x {n} x {h}")
+        known = f"{n} x {n} x {n}, {h} x {n} x {n}, {n} x {n} x {h} or {h} x {n} x {2 * n}"
+        raise VolumeError(f"{name}: found {_kind(data.shape)}; expected weights for box {n}: {known}")
     if not np.isfinite(data).all():
         raise VolumeError(f"{name}: {int((~np.isfinite(data)).sum())} weights are not finite")
     half = np.ascontiguousarray(half, dtype=np.float32)
@@ -119,6 +125,7 @@ def tilt_range_weights(
     tilt_axis: str = "y",
     flip: bool = False,
     smooth_voxels: float = 0.0,
+    turn: Sequence[float] | None = None,
 ) -> NDArray[np.float32]:
     """Weights of the region that a tilt range samples.
 
@@ -136,6 +143,8 @@ def tilt_range_weights(
         Take tilts with the other sign (Warp against AreTomo).
     smooth_voxels : float
         Width of a cosine edge outside of the sampled region, in voxels of the spectrum.
+    turn : (9,) sequence of float, optional
+        Rotation matrix, row by row, that turns tilt axis and beam.
 
     Returns
     -------
@@ -160,6 +169,8 @@ def tilt_range_weights(
     low, high = (-tilt_max_deg, -tilt_min_deg) if flip else (tilt_min_deg, tilt_max_deg)
     if tilt_axis == "x":
         low, high = -high, -low
+    if turn is not None and not np.allclose(np.reshape(turn, (3, 3)), np.eye(3), atol=1e-9):
+        return _turned_weights(box_size, low, high, tilt_axis, turn, smooth_voxels)
 
     n, h = box_size, box_size // 2 + 1
     k_all, k_half = np.fft.fftfreq(n, 1 / n), np.arange(h, dtype=np.float64)
@@ -172,6 +183,70 @@ def tilt_range_weights(
         plane[:, n // 2] = np.maximum(plane[:, n // 2], _plane_weights(-across[:, n // 2 :][:, :1], kz, low, high, smooth_voxels)[:, 0])
     full = plane[:, None, :] if tilt_axis == "y" else plane[:, :, None]
     return np.ascontiguousarray(np.broadcast_to(full, (n, n, h)), dtype=np.float32)
+
+
+def union_weights(box_size: int, tilt_ranges: Sequence[TiltRange]) -> NDArray[np.float32]:
+    """Weights of all that some tilt ranges sample.
+
+    Parameters
+    ----------
+    box_size : int
+        Edge n in voxels.
+    tilt_ranges : sequence of TiltRange
+        One, or those of a dual-axis series.
+
+    Returns
+    -------
+    (n, n, n//2+1) float32
+        0 to 1; see the module's layout.
+
+    Raises
+    ------
+    SettingsError
+        As `tilt_range_weights`.
+    """
+    weights = np.zeros((box_size, box_size, box_size // 2 + 1), np.float32)
+    for tilts in tilt_ranges:
+        part = tilt_range_weights(
+            box_size,
+            tilts.tilt_min_deg,
+            tilts.tilt_max_deg,
+            tilt_axis=tilts.tilt_axis,
+            flip=tilts.flip,
+            smooth_voxels=tilts.smooth_voxels,
+            turn=tilts.turn,
+        )
+        if tilts.cutoff_voxels:
+            kx, ky, kz = _frequencies(box_size)
+            part = np.where(kx * kx + ky * ky + kz * kz <= tilts.cutoff_voxels**2, part, np.float32(0))
+        np.maximum(weights, part, out=weights)
+    return weights
+
+
+def _frequencies(n: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """kx, ky, kz of the module's layout, ready to be broadcast."""
+    k_all, k_half = np.fft.fftfreq(n, 1 / n), np.arange(n // 2 + 1, dtype=np.float64)
+    return k_half[None, None, :], k_all[None, :, None], k_all[:, None, None]
+
+
+def _turned_weights(n: int, low_deg: float, high_deg: float, tilt_axis: str, turn: Sequence[float], smooth_voxels: float) -> NDArray[np.float32]:
+    """Weights of a series whose axis and beam are turned: those of the plain series at R^-1 k."""
+    inverse = np.reshape(turn, (3, 3)).T
+    across = inverse[0 if tilt_axis == "y" else 1]
+
+    def at(kx: NDArray[Any], ky: NDArray[Any], kz: NDArray[Any]) -> NDArray[Any]:
+        across_beam, along_beam = (row[0] * kx + row[1] * ky + row[2] * kz for row in (across, inverse[2]))
+        # a turn by a right angle must give the plain weights, whatever the last digits of its cosine
+        return _plane_weights(np.round(across_beam, 9) + 0.0, np.round(along_beam, 9) + 0.0, low_deg, high_deg, smooth_voxels)
+
+    kx, ky, kz = _frequencies(n)
+    weights = at(kx, ky, kz)
+    if n % 2 == 0:  # a Nyquist voxel stands for both signs: it is kept when either is
+        m = n // 2
+        weights[m] = np.maximum(weights[m], at(kx, ky, -kz[m:][:1])[0])
+        weights[:, m] = np.maximum(weights[:, m], at(kx, -ky[:, m:][:, :1], kz)[:, 0])
+        weights[:, :, m] = np.maximum(weights[:, :, m], at(-kx[:, :, m:], ky, kz)[:, :, 0])
+    return np.ascontiguousarray(weights, dtype=np.float32)
 
 
 def _plane_weights(across: NDArray[Any], kz: NDArray[Any], low_deg: float, high_deg: float, smooth_voxels: float) -> NDArray[Any]:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.spatial.transform import Rotation
 
-from numba_glocal.alignment import SEEDS, SearchPlan, align_chunk, angular_resolution_deg, search_levels, shift_step_angst
+from numba_glocal.alignment import MODES, SEEDS, SearchPlan, align_chunk, angular_resolution_deg, search_levels, shift_step_angst
 from numba_glocal.backends.protocols import Candidates, ParticleBatch, PoseEstimates
 from numba_glocal.noise import ResidualPower
 from numba_glocal.sampling import shift_ball
@@ -25,7 +25,7 @@ def test_levels_go_from_coarse_to_the_full_band(increment, shells, reach, k_max,
     levels = search_levels(SearchPlan(increment, shells, reach, k_max), box, 4.0, radius_share * box)
     bands = [level.k_max for level in levels]
     assert bands == sorted(bands) and bands[-1] == np.floor(k_max)
-    assert levels[-1].keep == 1 and all(level.keep == SEEDS for level in levels[:-1])
+    assert levels[-1].keep == MODES and all(level.keep == SEEDS for level in levels[:-1])
     assert levels[0].shift_radius_angst == reach
     assert len(levels) < 12
     for level in levels:
@@ -70,7 +70,8 @@ class FakeSession:
     def __init__(self, fail=()):
         self.fail, self.levels, self.searched_from = list(fail), [], []
 
-    def load(self, particles):
+    def load(self, particles, prior=None):
+        self.prior = prior
         return [(index, "it is constant") for index in self.fail]
 
     def search(self, starts, anchor_angst, level):
@@ -112,3 +113,23 @@ def test_a_chunk_without_levels_keeps_its_poses():
     session, starts = FakeSession(), np.arange(9.0).reshape(3, 3)
     result = align_chunk(session, ParticleBatch(("a", "b", "c"), lambda i: None), np.eye(3)[None].repeat(3, 0), starts, starts, (), False)
     assert session.levels == [] and result.estimates is None and np.array_equal(result.shifts_angst, starts)
+
+
+def test_a_relaxed_symmetry_starts_from_all_copies_and_keeps_some_of_each():
+    session, starts = FakeSession(), np.arange(6.0).reshape(2, 3)
+    plan = SearchPlan(12.0, 1, 20.0, 20.0, relaxed="D2")
+    levels = search_levels(plan, 64, 4.0, 20.0)
+    assert all(level.keep == 8 for level in levels[:-1]) and levels[-1].keep == MODES
+    seen = []
+
+    def search(candidates, anchor_angst, level):
+        seen.append(candidates)
+        return FakeSession.search(session, candidates, anchor_angst, level)
+
+    session.search = search
+    turns = Rotation.random(2, random_state=1).as_matrix()
+    align_chunk(session, ParticleBatch(("a", "b"), lambda i: None), turns, starts, starts, levels, False, plan)
+    copies = turns[:, None] @ np.array([np.eye(3), np.diag([-1.0, -1, 1]), np.diag([1.0, -1, -1]), np.diag([-1.0, 1, -1])])
+    found = seen[0].rotations.reshape(2, 4, 9)
+    assert np.abs(found[:, :, None] - copies.reshape(2, 1, 4, 9)).max(-1).min(1).max() < 1e-12
+    assert np.array_equal(seen[0].shifts_angst, np.repeat(starts[:, None], 4, axis=1)) and np.isfinite(seen[0].scores).all()

@@ -156,6 +156,31 @@ def test_table_fills_markers(tmp_path: Path) -> None:
     assert table.fill(filled, tmp_path) == filled
 
 
+def test_accuracy_table_joins_the_files_of_each_set(tmp_path: Path) -> None:
+    """Ours and RELION's stand in files of their own; RELION's best iteration is shown beside its last one."""
+    table = load("table")
+    about = {"processor": "P", "vectors": "V", "cores_used": 2, "load_average_at_start": 1, "commit": "abc", "date": "today"}
+
+    def row(program: str, deg: float, **more: object) -> dict[str, object]:
+        errors = {"median_deg": deg, "p90_deg": 2 * deg, "median_angst": 1.0, "p90_angst": 2.0, "share_over_15_deg": 0.1}
+        return {"program": program, "iterations": 3, "wall_s": 60.0, "cpu_s": 90.0, **errors, **more}
+
+    for name, rows in {
+        "accuracy_snr002": [row("ours", 0.25, benchmark="run", score="ml")],
+        "accuracy_snr002_relion": [
+            row("RELION", 0.75, benchmark="run"),
+            row("RELION", 0.5, benchmark="iteration", iteration=2),
+            row("RELION", 0.75, benchmark="iteration", iteration=3),
+        ],
+    }.items():
+        content = {"name": name, "environment": {**about, "command": name}, "notes": "How.", "rows": rows}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    text = table.table("accuracy", tmp_path)
+    assert "| ours, ml | 0.25 / 0.50 | 1.00 / 2.00 | 10% | 3 | 60 s / 90 s |" in text
+    assert "| RELION | 0.75 / 1.50 |" in text and "| its best iteration, 2 | 0.50 / 1.00 |" in text
+    assert text.count("`accuracy_snr002") == 2 and text.count("How.") == 1
+
+
 def test_accuracy_errors_are_those_of_a_known_disturbance(tiny_set: Path, tmp_path: Path) -> None:
     """Poses turned and moved by known amounts, all in one frame that was turned as a whole: only the amounts are left."""
     from scipy.spatial.transform import Rotation
@@ -197,7 +222,7 @@ def test_accuracy_errors_are_those_of_a_known_disturbance(tiny_set: Path, tmp_pa
 def test_accuracy(tiny_set: Path, tmp_path: Path) -> None:
     """Every iteration has its errors, the limit is below them, and no path is written."""
     load("accuracy").main([str(tiny_set), "--scores", "ml", "--iterations", "2", "--diameter", "300", "-o", str(tmp_path)])
-    text = (tmp_path / "accuracy.json").read_text()
+    text = (tmp_path / "accuracy_setA.json").read_text()
     assert str(tiny_set) not in text
     rows = json.loads(text)["rows"]
     iterations = [row for row in rows if row["benchmark"] == "iteration"]
@@ -205,3 +230,22 @@ def test_accuracy(tiny_set: Path, tmp_path: Path) -> None:
     assert [row["iteration"] for row in iterations] == [1, 2]
     assert 0 < limit["expected_median_deg"] < iterations[-1]["median_deg"] * 1.5
     assert 0 < limit["true_map_median_deg"] <= limit["true_map_p90_deg"] <= limit["true_map_worst_deg"]
+
+
+@pytest.mark.slow
+def test_scaling(tmp_path: Path) -> None:
+    """Rates follow from the iterations' seconds, efficiency from the rates; one worker and two give the same bits."""
+    load("scaling").main(["--quick", "--cpu", "--gpus", "1", "2", "--workers", "1", "-o", str(tmp_path)])
+    one, two = json.loads((tmp_path / "scaling.json").read_text())["rows"]
+    assert one["maps"] == two["maps"] and one["later_efficiency"] == 1.0 and len(one["iteration_s"]) == 2
+    assert two["later_particles_per_s"] == pytest.approx(24 / two["iteration_s"][1], rel=0.01)
+    assert two["later_efficiency"] == pytest.approx(two["later_particles_per_s"] / one["later_particles_per_s"] / 2, rel=0.01)
+    assert set(two["idle"]) == {"CPU"} and 0.0 < two["idle"]["CPU"] < 1.0 and two["own_gpu_only"] is None
+
+
+def test_memory_on_another_gpu_is_seen() -> None:
+    scaling = load("scaling")
+    assert scaling.own_gpu_only({0: {11: 5}, 1: {12: 5}}, {11: "0", 12: "1"}) is True
+    assert scaling.own_gpu_only({0: {11: 5, 12: 1}, 1: {12: 5}}, {11: "0", 12: "1"}) is False
+    assert scaling.own_gpu_only({0: {11: 5}, 1: {}}, {11: "0", 12: "1"}) is None  # a process that the driver does not see
+    assert scaling.own_gpu_only({}, {}) is None

@@ -11,6 +11,7 @@ from numba_glocal.fourier import max_band
 from numba_glocal.job import make_chunks, prepare_job
 from numba_glocal.settings import AlignSettings, AverageSettings
 from numba_glocal.simulation import SimulationSettings, simulate
+from numba_glocal.values import Poses
 
 BOX, PIXEL = 20, 16.0
 
@@ -38,7 +39,7 @@ def write(path, data, pixel=PIXEL):
 def test_chunks_hold_every_particle_of_a_half_once_and_in_order(made, parts, largest):
     particles = job(made).particles
     for half in (1, 2):
-        chunks = make_chunks(particles, particles.poses.shifts_angst, half, parts, largest)
+        chunks = make_chunks(particles, particles.poses, half, parts, largest)
         rows = np.concatenate([chunk.rows for chunk in chunks])
         assert np.array_equal(rows, np.flatnonzero(particles.half == half))
         assert all(len(chunk) <= largest and chunk.half == half for chunk in chunks)
@@ -50,9 +51,12 @@ def test_chunks_hold_every_particle_of_a_half_once_and_in_order(made, parts, lar
 
 def test_anchors_are_not_starts(made):
     particles = job(made).particles
-    anchors = particles.poses.shifts_angst + 7.0
+    anchors = Poses(np.swapaxes(particles.poses.rotations, 1, 2), particles.poses.shifts_angst + 7.0)
     chunk = make_chunks(particles, anchors, 1)[0]
-    assert np.array_equal(chunk.anchors_angst, anchors[chunk.rows]) and np.array_equal(chunk.shifts_angst, particles.poses.shifts_angst[chunk.rows])
+    assert np.array_equal(chunk.anchor_rotations, anchors.rotations[chunk.rows])
+    assert np.array_equal(chunk.rotations, particles.poses.rotations[chunk.rows])
+    assert np.array_equal(chunk.anchors_angst, anchors.shifts_angst[chunk.rows])
+    assert np.array_equal(chunk.shifts_angst, particles.poses.shifts_angst[chunk.rows])
 
 
 # --- band and masks -------------------------------------------------------------------------------------------------------------------------

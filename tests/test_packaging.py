@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("alignment", "averaging", "execution", "devices", "particles", "simulation"),
     ("backends",),
     ("io", "results", "file_writer", "wedge", "report", "report_template"),
-    ("filters", "half_sets", "masks", "noise", "phantom", "resolution", "sampling", "shifts", "symmetry"),
+    ("filters", "half_sets", "masks", "noise", "phantom", "pose_prior", "resolution", "sampling", "shifts", "symmetry"),
     ("geometry", "fourier"),
     ("values", "settings"),
     ("errors",),

@@ -6,7 +6,8 @@ import pytest
 
 from numba_glocal.backends.protocols import Grid, ParticleMask
 from numba_glocal.errors import BadParticleError
-from numba_glocal.particles import ParticleReader, TiltRange, crop_half_spectrum, fourier_crop
+from numba_glocal.particles import ParticleReader, crop_half_spectrum, fourier_crop
+from numba_glocal.values import TiltRange
 
 
 def blob(box, scale, centre, width):

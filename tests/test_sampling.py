@@ -8,7 +8,15 @@ from scipy.spatial import cKDTree
 from scipy.spatial.transform import Rotation
 
 from numba_glocal.errors import SettingsError
-from numba_glocal.sampling import count_for_increment, local_rotations, rotations_for_increment, shift_ball, uniform_rotations
+from numba_glocal.sampling import (
+    count_for_increment,
+    distinct_rotations,
+    local_rotations,
+    rotations_for_increment,
+    shift_ball,
+    spacing_deg,
+    uniform_rotations,
+)
 
 
 def angles_deg(rotations):
@@ -112,3 +120,22 @@ def test_cover_at_an_increment(increment):
 def test_senseless_samplings_are_refused(call):
     with pytest.raises(SettingsError):
         call()
+
+
+def test_repeated_rotations_are_found_whatever_their_angles():
+    once = Rotation.random(40, random_state=1).as_matrix()
+    almost = Rotation.from_rotvec([np.deg2rad(0.005), 0, 0]).as_matrix() @ once[:3]
+    apart = Rotation.from_rotvec([np.deg2rad(0.02), 0, 0]).as_matrix() @ once[3:5]
+    half_turns = Rotation.from_rotvec([[0, 0, np.pi], [0, 0, -np.pi]]).as_matrix()
+    found = distinct_rotations(np.concatenate([once, almost, apart, half_turns, once[::-1]]))
+    assert np.allclose(found, np.concatenate([once, apart, half_turns[:1]]), atol=1e-12)
+
+
+def test_spacing_is_the_median_distance_to_the_nearest():
+    steps = Rotation.from_rotvec(np.deg2rad([0.0, 5.0, 12.0, 19.0, 179.0])[:, None] * [0.0, 0.0, 1.0]).as_matrix()
+    assert spacing_deg(steps) == pytest.approx(7.0)  # 5, 5, 7, 7, 160
+    many = Rotation.random(300, random_state=2).as_matrix()
+    angles = np.rad2deg([[Rotation.from_matrix(a.T @ b).magnitude() for b in many] for a in many[:40]])
+    angles[angles < 1e-6] = 999
+    assert spacing_deg(many) == pytest.approx(np.median(angles.min(1)), rel=0.15)
+    assert spacing_deg(many[:1]) == 180

@@ -21,13 +21,14 @@ from ..fourier import (
     padded_offset,
     padded_spectrum,
 )
-from ..geometry import rotvec_to_matrix
 from ..masks import spherical_mask
 from ..noise import N_WEIGHT_BINS, TABLE_SIZE, WEIGHT_BIN_EDGES, ResidualPower
+from ..pose_prior import ParticlePrior, PosePrior
 from ..shifts import angst_to_voxels, voxels_to_angst
 from . import interpolation as kernels
 from . import lines
 from .cache import ByteCache
+from .newton import End, add_prior, climb, unpack_normal_equations
 from .protocols import (
     Candidates,
     Grid,
@@ -42,10 +43,6 @@ from .protocols import (
 )
 
 _SCALE = np.float32(PAD)
-_STOP_ANGLE_DEG = 0.02
-_STOP_SHIFT_ANGST = 0.02
-_MAX_STEPS = 8
-_MAX_ANGLE_STEP_DEG = 3.0
 _COLUMN_GROUP_BYTES = 64 << 20
 _TEMPLATE_CACHE_BYTES = 512 << 20
 
@@ -141,13 +138,15 @@ class CPUSearchSession:
         self._sigma_maps: dict[tuple[int, float], NDArray[np.float32]] = {}
         self._powers: dict[tuple[int, float], float] = {}
         self._particles: list[_Particle | None] = []
+        self._prior: PosePrior | None = None
         self._scratch = np.zeros(kernels.SCRATCH_SIZE, np.float32)
 
     # -- particles ---------------------------------------------------------------------------------------------------
 
-    def load(self, particles: ParticleBatch) -> list[tuple[int, str]]:
+    def load(self, particles: ParticleBatch, prior: PosePrior | None = None) -> list[tuple[int, str]]:
         """Masks, pads and transforms what the cache does not hold; returns (index, reason) of unusable particles."""
         self.unload()
+        self._prior = prior
         bad: list[tuple[int, str]] = []
         unmasked = self.setup.score == "flcf"
         mask, grid = self.setup.particle_mask, self.setup.grid
@@ -239,7 +238,7 @@ class CPUSearchSession:
         group = max(16, min(512, _COLUMN_GROUP_BYTES // (band.n_pairs * 24)))
         for first in range(0, len(work), group):
             part = slice(first, min(first + group, len(work)))
-            self._score(work[part], starts, anchor_angst, band, cube, templates, powers, scores[part], shift_rows[part])
+            self._score(work[part], starts, anchor_angst, band, cube, templates, powers, level.rotations, scores[part], shift_rows[part])
         return self._keep(work, starts, level, cube, scores, shift_rows)
 
     def _score(
@@ -251,6 +250,7 @@ class CPUSearchSession:
         cube: lines.ShiftCube,
         templates: NDArray[np.float32],
         powers: NDArray[np.float32],
+        level_rotations: NDArray[np.float64],
         scores: NDArray[np.float64],
         shift_rows: NDArray[np.int32],
     ) -> None:
@@ -293,6 +293,8 @@ class CPUSearchSession:
                 bias[i, outside] = -np.inf
             if setup.score == "flcf":
                 multiplier[i] = 1.0 / self._sigma_at(p, band.k_max, places_angst)
+            if self._prior is not None:
+                bias[i] -= 0.5 * self._prior_of(p).shift_loss(places_angst)  # a score is 2 num - den2
         den = powers @ den_weight.T  # (rotations, particles), by BLAS
         steps = cube.steps
         coefficients = lines.phase_coefficients(steps, cube.step_voxels, n, top).ravel() if steps else np.zeros(2, np.float32)
@@ -334,6 +336,13 @@ class CPUSearchSession:
                 scores /= np.sqrt([self._power(p, band.k_max) for p, _ in work])[:, None]
             else:
                 scores *= self._flcf_factor()
+        if self._prior is not None:
+            for i, (p, s) in enumerate(work):
+                scores[i] -= self._prior_of(p).angle_loss(starts.rotations[p, s] @ level_rotations)
+
+    def _prior_of(self, p: int) -> ParticlePrior:
+        assert self._prior is not None
+        return self._prior.of(p, self._mask_mean_square)
 
     def _keep(
         self,
@@ -481,7 +490,7 @@ class CPUSearchSession:
             samples = k[:used], data[:used], ctf[:used], weight[:used]
             power = float((weight[:used] * (data[:used].real ** 2 + data[:used].imag ** 2)).sum(dtype=np.float64))
             ends = [
-                self._gauss_newton(samples, candidates.rotations[p, s], candidates.shifts_angst[p, s], anchor_angst[p])
+                self._climb(samples, p, candidates.rotations[p, s], candidates.shifts_angst[p, s], anchor_angst[p])
                 for s in range(candidates.scores.shape[1])
                 if candidates.scores[p, s] > -np.inf
             ]
@@ -511,60 +520,48 @@ class CPUSearchSession:
         )
         return sums
 
-    def _gauss_newton(
-        self, samples: tuple[NDArray[Any], ...], rotation: NDArray[np.float64], shift_angst: NDArray[np.float64], anchor_angst: NDArray[np.float64]
-    ) -> tuple[float, NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], int]:
-        """Steps until the step is small, never until the cost is: with noise fitted at bad poses a cost test stops too early."""
-        grid, n = self.setup.grid, self._n
-        unit_angst = float(voxels_to_angst(n / (2.0 * np.pi), grid.pixel_size_angst, grid.box_size, n))
-        sums = self._sums(samples, rotation, shift_angst)
-        likelihood = 2.0 * sums[27] - sums[28]
-        damping, taken = 0.0, 0
-        for _ in range(_MAX_STEPS):
-            hessian, gradient = unpack_normal_equations(sums)
-            hessian[np.diag_indices(6)] *= 1.0 + damping
-            away = rotation.T @ (shift_angst - anchor_angst) / unit_angst
+    def _unit_angst(self) -> float:
+        """Angstrom of one unit of the normal equations' shift."""
+        return float(voxels_to_angst(self._n / (2.0 * np.pi), self.setup.grid.pixel_size_angst, self.setup.grid.box_size, self._n))
+
+    def _climb(
+        self,
+        samples: tuple[NDArray[Any], ...],
+        p: int,
+        rotation: NDArray[np.float64],
+        shift_angst: NDArray[np.float64],
+        anchor_angst: NDArray[np.float64],
+    ) -> End:
+        prior = None if self._prior is None else self._prior_of(p)
+        steps = climb(rotation, shift_angst, anchor_angst, self.setup.max_shift_angst, self._unit_angst(), prior)
+        pose = next(steps)
+        while True:
             try:
-                step = limited_step(hessian, gradient, away, self.setup.max_shift_angst / unit_angst)
-            except np.linalg.LinAlgError:
-                break
-            angle_deg = math.degrees(float(np.linalg.norm(step[:3])))
-            if angle_deg > _MAX_ANGLE_STEP_DEG:
-                step *= _MAX_ANGLE_STEP_DEG / angle_deg
-            new_rotation = rotation @ rotvec_to_matrix(step[:3])
-            new_shift = limit_shift(shift_angst + rotation @ step[3:] * unit_angst, anchor_angst, self.setup.max_shift_angst)
-            new_sums = self._sums(samples, new_rotation, new_shift)
-            new_likelihood = 2.0 * new_sums[27] - new_sums[28]
-            taken += 1
-            small = angle_deg < _STOP_ANGLE_DEG and float(np.abs(new_shift - shift_angst).max()) < _STOP_SHIFT_ANGST
-            if new_likelihood >= likelihood:
-                rotation, shift_angst, sums, likelihood, damping = new_rotation, new_shift, new_sums, new_likelihood, 0.0
-                if small:
-                    break
-            elif small:
-                break
-            else:
-                damping = max(4.0 * damping, 0.5)
-        return likelihood, rotation, shift_angst, sums, taken
+                pose = steps.send(self._sums(samples, *pose))
+            except StopIteration as done:
+                end: End = done.value
+                return end
 
     def _record(
         self,
         out: PoseEstimates,
         p: int,
         particle: _Particle,
-        ends: list[tuple[float, NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], int]],
+        ends: list[End],
         power: float,
         samples: tuple[NDArray[Any], ...],
     ) -> None:
-        grid, n = self.setup.grid, self._n
-        unit_angst = float(voxels_to_angst(n / (2.0 * np.pi), grid.pixel_size_angst, grid.box_size, n))
-        ends.sort(key=lambda end: -end[0])
-        likelihood, rotation, shift_angst, sums, _ = ends[0]
+        ends.sort(key=lambda end: -end.objective)
+        best = ends[0]
+        rotation, shift_angst, sums, unit_angst = best.rotation, best.shift_angst, best.sums, self._unit_angst()
+        likelihood = float(2.0 * sums[27] - sums[28])
         out.rotations[p], out.shifts_angst[p] = rotation, shift_angst
-        out.steps[p] = sum(end[4] for end in ends)
+        out.steps[p] = sum(end.steps for end in ends)
         out.numerator[p], out.denominator[p] = sums[27], sums[28]
         out.log_likelihood[p] = likelihood * self._mask_mean_square
-        hessian, _ = unpack_normal_equations(sums)
+        hessian, gradient = unpack_normal_equations(sums)
+        if self._prior is not None:
+            add_prior(hessian, gradient, self._prior_of(p), rotation, shift_angst, unit_angst)
         frame = np.zeros((6, 6))
         frame[:3, :3], frame[3:, 3:] = rotation, rotation * unit_angst
         try:
@@ -572,10 +569,10 @@ class CPUSearchSession:
         except np.linalg.LinAlgError:
             pass
         for other in ends[1:]:
-            trace = float(np.trace(rotation.T @ other[1]))
-            apart = trace < 1.0 + 2.0 * math.cos(math.radians(1.0)) or float(np.linalg.norm(other[2] - shift_angst)) > grid.binned_pixel_size_angst
-            if apart:
-                out.margin[p] = (likelihood - other[0]) * self._mask_mean_square
+            trace = float(np.trace(rotation.T @ other.rotation))
+            pixel = self.setup.grid.binned_pixel_size_angst
+            if trace < 1.0 + 2.0 * math.cos(math.radians(1.0)) or float(np.linalg.norm(other.shift_angst - shift_angst)) > pixel:
+                out.margin[p] = (best.objective - other.objective) * self._mask_mean_square
                 break
         den = max(sums[28], 1e-30)
         if self.setup.score == "ml":
@@ -723,48 +720,6 @@ class CPUSumSession:
     def close(self) -> None:
         """Gives the sums' memory back."""
         self._sums = np.zeros(0, np.float32)
-
-
-def unpack_normal_equations(sums: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Hessian (6, 6) and gradient (6,) from the sums of `interpolation.normal_equations`."""
-    hessian = np.zeros((6, 6))
-    upper = np.triu_indices(3)
-    hessian[:3, :3][upper] = sums[0:6]
-    hessian[3:, 3:][upper] = sums[6:12]
-    hessian[:3, 3:] = sums[12:21].reshape(3, 3)
-    hessian = np.triu(hessian) + np.triu(hessian, 1).T
-    return hessian, sums[21:27].copy()
-
-
-def limited_step(hessian: NDArray[np.float64], gradient: NDArray[np.float64], away: NDArray[np.float64], limit: float) -> NDArray[np.float64]:
-    """The Newton step (6,) whose shift stays in a ball: greatest ``g.x - x.H x / 2`` with ``|away + x[3:]| <= limit``.
-
-    Clipping the free step instead would leave a rotation that fits a shift which is not allowed.
-    """
-    step = np.asarray(np.linalg.solve(hessian, gradient), np.float64)
-    if float(np.linalg.norm(away + step[3:])) <= limit:
-        return step
-    on_shift = np.repeat([0.0, 1.0], 3)
-    pull = np.append(np.zeros(3), away)
-    low, high = 0.0, float(np.trace(hessian[3:, 3:]))  # bounds of the multiplier of the limit
-    for _ in range(60):
-        middle = high if low == 0.0 else 0.5 * (low + high)
-        step = np.asarray(np.linalg.solve(hessian + np.diag(middle * on_shift), gradient - middle * pull), np.float64)
-        distance = float(np.linalg.norm(away + step[3:]))
-        if abs(distance - limit) <= 1e-6 * limit:
-            break
-        if distance > limit:
-            low, high = middle, high if middle < high else 4.0 * high
-        else:
-            low, high = max(low, 1e-9 * middle), middle
-    return step
-
-
-def limit_shift(shift_angst: NDArray[np.float64], anchor_angst: NDArray[np.float64], max_shift_angst: float) -> NDArray[np.float64]:
-    """The shift, brought back to the ball of allowed ones around its anchor."""
-    away = shift_angst - anchor_angst
-    distance = float(np.linalg.norm(away))
-    return shift_angst if distance <= max_shift_angst else anchor_angst + away * (max_shift_angst / distance)
 
 
 __all__ = ["CPUBackend", "CPUSearchSession", "CPUSumSession", "Grid", "ParticleMask"]

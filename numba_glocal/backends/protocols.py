@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..noise import NoiseModel, ResidualPower
+from ..pose_prior import PosePrior
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,8 +223,7 @@ class PoseEstimates:
     log_likelihood : (p,) float64
         ``2 num - den2``, relative to no particle at all, corrected for the mask: differences are log-odds.
     margin : (p,) float64
-        Log-likelihood above the best candidate that refined to another pose; inf when there was none. Runs show it nowhere:
-        the last level of their search keeps one candidate.
+        Log-likelihood above the best candidate that refined to another pose; inf when there was none.
     numerator, denominator : (p,) float64
         num and den2 at the pose.
     steps : (p,) int32
@@ -269,8 +269,12 @@ class WeightedSum:
 class SearchSession(Protocol):
     """One reference, one half-set. A context manager; owns memory."""
 
-    def load(self, particles: ParticleBatch) -> list[tuple[int, str]]:
-        """Makes particles ready; returns (index, reason) of those that are unusable. They get no candidates."""
+    def load(self, particles: ParticleBatch, prior: PosePrior | None = None) -> list[tuple[int, str]]:
+        """Makes particles ready; returns (index, reason) of those that are unusable. They get no candidates.
+
+        A prior is added to scores (Gaussians to likelihoods only) and to the refinement, its limit holds in both; what is reported at the end
+        are score and likelihood without it, and the covariance with it.
+        """
 
     def search(self, starts: Candidates, anchor_angst: NDArray[np.float64], level: SearchLevel) -> Candidates:
         """Best candidates around each start; `anchor_angst` (p, 3) is the centre of the hard shift limit."""

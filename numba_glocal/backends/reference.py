@@ -18,6 +18,7 @@ from scipy.spatial.transform import Rotation
 
 from ..errors import BadParticleError
 from ..noise import WEIGHT_BIN_EDGES, NoiseModel, ResidualPower
+from ..pose_prior import PosePrior
 from .protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, WeightedSum, no_candidates
 
 Float = NDArray[np.float64]
@@ -159,10 +160,12 @@ class ReferenceSearchSession:
         self._mask = sphere(self._n, mask.radius_voxels, mask.soft_edge_voxels)
         self._mask_mean_square = float(np.mean(self._mask**2))
         self._particles: list[_Particle | None] = []
+        self._prior: PosePrior | None = None
 
-    def load(self, particles: ParticleBatch) -> list[tuple[int, str]]:
+    def load(self, particles: ParticleBatch, prior: PosePrior | None = None) -> list[tuple[int, str]]:
         """Masks and transforms particles; returns (index, reason) of unusable ones."""
         self._particles, bad = [], []
+        self._prior = prior
         for index, name in enumerate(particles.keys):
             try:
                 particle = self._prepare(*particles.read(index))
@@ -269,8 +272,29 @@ class ReferenceSearchSession:
         num = (np.conj(models) @ ((wc * self._data(samples))[:, None] * self._phase(samples, places))).real
         den = (wc * samples.weight * np.abs(models) ** 2).sum(1)[:, None]
         scores = self._normalised(p, samples, num, den, places, k_max)
+        if self._prior is not None:
+            from_prior = np.stack([np.linalg.norm(self._turn_from_prior(p, r)) for r in rotations])
+            widths = self._prior.widths
+            log_prior = -0.5 * np.square(from_prior / math.radians(widths.angle_deg))[:, None]
+            log_prior = log_prior - 0.5 * (np.linalg.norm(places - self._prior.shifts_angst[p], axis=1) / widths.shift_angst) ** 2
+            log_prior[from_prior > math.radians(widths.max_angle_deg) + 1e-6] = -np.inf
+            scores = scores + log_prior / self._mask_mean_square
         best = scores.argmax(1)
         return rotations, places[best], scores[np.arange(len(scores)), best]
+
+    def _turn_from_prior(self, p: int, rotation: Float) -> Float:
+        """Rotation vector, in the particle's frame, that leads to a rotation from the nearest one that the prior is about."""
+        assert self._prior is not None
+        turns = [Rotation.from_matrix(rotation @ about.T).as_rotvec() for about in self._prior.rotations[p]]
+        return np.asarray(min(turns, key=np.linalg.norm))
+
+    def _prior_residual(self, p: int, rotation: Float, shift_angst: Float) -> Float:
+        """What the squares of make up the prior's loss, in the likelihood's units."""
+        if self._prior is None:
+            return np.zeros(0)
+        widths = self._prior.widths
+        turn = self._turn_from_prior(p, rotation) / math.radians(widths.angle_deg)
+        return np.append(turn, (shift_angst - self._prior.shifts_angst[p]) / widths.shift_angst) / math.sqrt(2.0 * self._mask_mean_square)
 
     # -- refinement --------------------------------------------------------------------------------------------------
 
@@ -295,25 +319,29 @@ class ReferenceSearchSession:
                 continue
             samples = particle.samples.within(self.setup.k_min, k_max)
             ends = [
-                self._maximise(samples, candidates.rotations[p, s], candidates.shifts_angst[p, s], anchor_angst[p])
+                self._maximise(p, samples, candidates.rotations[p, s], candidates.shifts_angst[p, s], anchor_angst[p])
                 for s in range(candidates.scores.shape[1])
                 if candidates.scores[p, s] > -np.inf
             ]
             if not ends:
                 continue
             ends.sort(key=lambda end: -end[0])
-            likelihood, rotation, shift, _ = ends[0]
+            objective, rotation, shift, _ = ends[0]
             num, den = self.sums(samples, samples.data, rotation, shift)
             out.rotations[p], out.shifts_angst[p], out.numerator[p], out.denominator[p] = rotation, shift, num, den
             out.steps[p] = sum(end[3] for end in ends)
-            out.log_likelihood[p] = likelihood * self._mask_mean_square
-            out.covariances[p] = np.linalg.inv(2.0 * self._mask_mean_square * self.information(samples, rotation, shift))
+            out.log_likelihood[p] = (2.0 * num - den) * self._mask_mean_square
+            precision = 2.0 * self._mask_mean_square * self.information(samples, rotation, shift)
+            if self._prior is not None:
+                deviations = np.repeat([math.radians(self._prior.widths.angle_deg), self._prior.widths.shift_angst], 3)
+                precision += np.diag(deviations**-2.0)
+            out.covariances[p] = np.linalg.inv(precision)
             wanted = num if self.setup.score != "flcf" else self.sums(samples, samples.unmasked, rotation, shift)[0]
             out.scores[p] = self._normalised(p, samples, np.array([wanted]), den, shift[None], k_max)[0]
             for other in ends[1:]:
                 angle_deg = np.rad2deg(Rotation.from_matrix(rotation.T @ other[1]).magnitude())
                 if angle_deg > 1.0 or np.linalg.norm(other[2] - shift) > self._voxel_angst:
-                    out.margin[p] = (likelihood - other[0]) * self._mask_mean_square
+                    out.margin[p] = (objective - other[0]) * self._mask_mean_square
                     break
         return out
 
@@ -332,14 +360,17 @@ class ReferenceSearchSession:
         model = np.sqrt(samples.inverse_variance) * samples.weight * self._model(samples, rotation) / self._phase(samples, shift_angst)
         return np.concatenate([model.real, model.imag])
 
-    def _maximise(self, samples: _Samples, rotation: Float, shift_angst: Float, anchor_angst: Float) -> tuple[float, Float, Float, int]:
-        """Likelihood, pose and number of evaluations at the end of a search from one candidate."""
+    def _maximise(self, p: int, samples: _Samples, rotation: Float, shift_angst: Float, anchor_angst: Float) -> tuple[float, Float, Float, int]:
+        """Likelihood (less what the prior takes), pose and number of evaluations at the end of a search from one candidate."""
         data = np.sqrt(samples.inverse_variance) * samples.data
         target = np.concatenate([data.real, data.imag])
         scale = 1.0 / math.sqrt(float(target @ target))
 
+        def residual_at(pose: tuple[Float, Float]) -> Float:
+            return scale * np.append(target - self._whitened_model(samples, *pose), self._prior_residual(p, *pose))
+
         def residual(x: Float) -> Float:
-            return scale * (target - self._whitened_model(samples, *self._pose(x, rotation, shift_angst)))
+            return residual_at(self._pose(x, rotation, shift_angst))
 
         found = optimize.least_squares(residual, np.zeros(6), method="trf", xtol=1e-7, ftol=1e-11, gtol=1e-11, max_nfev=60)
         evaluations = int(found.nfev)
@@ -357,7 +388,7 @@ class ReferenceSearchSession:
                 return self._pose(np.append(x[:3], np.zeros(3)), pose[0], anchor_angst + limit * direction / np.linalg.norm(direction))
 
             bounded = optimize.least_squares(
-                lambda x: scale * (target - self._whitened_model(samples, *bounded_pose(x))),
+                lambda x: residual_at(bounded_pose(x)),
                 np.zeros(5),
                 xtol=1e-7,
                 ftol=1e-11,
@@ -365,8 +396,22 @@ class ReferenceSearchSession:
                 max_nfev=60,
             )
             pose, evaluations = bounded_pose(bounded.x), evaluations + int(bounded.nfev)
+        if self._prior is not None and np.linalg.norm(self._turn_from_prior(p, pose[0])) > math.radians(self._prior.widths.max_angle_deg):
+            turn = self._turn_from_prior(p, pose[0])
+            about, most = Rotation.from_rotvec(-turn).as_matrix() @ pose[0], math.radians(self._prior.widths.max_angle_deg)
+            along = turn / np.linalg.norm(turn)
+            aside = np.linalg.svd(along[None])[2][1:]
+            free_shift = pose[1]
+
+            def turned_pose(x: Float) -> tuple[Float, Float]:
+                direction = along + x[3:5] @ aside
+                turned = Rotation.from_rotvec(most * direction / np.linalg.norm(direction)).as_matrix() @ about
+                return turned, free_shift + x[:3] * self._voxel_angst
+
+            turned = optimize.least_squares(lambda x: residual_at(turned_pose(x)), np.zeros(5), xtol=1e-7, ftol=1e-11, gtol=1e-11, max_nfev=60)
+            pose, evaluations = turned_pose(turned.x), evaluations + int(turned.nfev)
         num, den = self.sums(samples, samples.data, *pose)
-        return 2.0 * num - den, *pose, evaluations
+        return 2.0 * num - den - float(np.square(self._prior_residual(p, *pose)).sum()), *pose, evaluations
 
     def information(self, samples: _Samples, rotation: Float, shift_angst: Float) -> Float:
         """``sum w Re J^H J`` (6, 6) of (rotation vector on the left, radians; shift, Angstrom), by central differences of the model."""

@@ -18,6 +18,8 @@ from ..io.paths import whole_file
 from ..masks import sphere_mean_square
 from ..noise import NoiseModel
 from ..particles import ParticleReader
+from ..pose_prior import PosePrior, PriorWidths
+from ..values import Weight
 from .pinning import WorkerInfo
 
 _SESSIONS = 2
@@ -38,16 +40,19 @@ class Chunk:
         Poses to start from.
     anchors_angst : (p, 3) float64
         Centres of the hard shift limit.
+    anchor_rotations : (p, 3, 3) float64
+        Orientations that a prior is about.
     """
 
     half: int
     rows: NDArray[np.int64]
     names: tuple[str, ...]
     volume_paths: tuple[Path, ...]
-    weight_paths: tuple[Path | None, ...]
+    weight_paths: tuple[Weight | None, ...]
     rotations: NDArray[np.float64]
     shifts_angst: NDArray[np.float64]
     anchors_angst: NDArray[np.float64]
+    anchor_rotations: NDArray[np.float64]
 
     def __len__(self) -> int:
         return len(self.names)
@@ -85,6 +90,7 @@ class AlignTask:
     plan: SearchPlan | None
     radius_voxels: float
     refine: bool
+    prior: PriorWidths = PriorWidths()
 
     @property
     def affinity(self) -> tuple[str, ...]:
@@ -262,25 +268,25 @@ def run_align(task: AlignTask) -> ChunkResult:
     chunk = task.chunk
     session = _worker().search_session(task)
     batch = task.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths)
-    levels, everywhere, evidence = _schedule(task)
-    return align_chunk(session, batch, chunk.rotations, chunk.shifts_angst, chunk.anchors_angst, levels, task.refine, everywhere, evidence)
+    levels, evidence, prior = _schedule(task)
+    poses = chunk.rotations, chunk.shifts_angst, chunk.anchors_angst
+    return align_chunk(session, batch, *poses, levels, task.refine, task.plan, evidence, prior)
 
 
-def _schedule(task: AlignTask) -> tuple[tuple[SearchLevel, ...], bool, float]:
-    """Levels, whether the first holds all orientations, and the log-likelihood that a unit of score stands for (0: none)."""
+def _schedule(task: AlignTask) -> tuple[tuple[SearchLevel, ...], float, PosePrior | None]:
+    """Levels, the log-likelihood that a unit of score stands for (0: none), and the prior."""
     grid = task.reader.grid
     levels = () if task.plan is None else search_levels(task.plan, grid.binned_box_size, grid.binned_pixel_size_angst, task.radius_voxels)
-    everywhere = task.plan is not None and task.plan.everywhere
     evidence = 0.0
-    if everywhere and task.score == "ml":
+    if levels and task.score == "ml":
         evidence = sphere_mean_square(grid.binned_box_size, task.particle_mask.radius_voxels, task.particle_mask.soft_edge_voxels)
-    return levels, everywhere, evidence
+    return levels, evidence, PosePrior.about(task.prior, task.chunk.anchor_rotations, task.chunk.anchors_angst)
 
 
 def run_classes(task: ClassesTask) -> ClassesResult:
     """Runs a `ClassesTask` in this process."""
     chunk, common = task.chunk, task.common
-    levels, everywhere, evidence = _schedule(common)
+    levels, evidence, prior = _schedule(common)
     return align_classes(
         lambda c: _worker().search_session(replace(common, reference=task.references[c])),
         common.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths),
@@ -293,8 +299,9 @@ def run_classes(task: ClassesTask) -> ClassesResult:
         task.handicap,
         common.noise,
         common.score == "ml",
-        everywhere,
+        common.plan,
         evidence,
+        prior,
     )
 
 

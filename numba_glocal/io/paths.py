@@ -73,8 +73,8 @@ class VolumeFinder:
         return None
 
 
-def find_volumes(names: Sequence[str], finder: VolumeFinder, list_path: str | Path, what: str = "volume") -> dict[str, Path]:
-    """Paths of all distinct `names`; one error for all that are missing, with the count, the first three and every path tried."""
+def find_volumes(names: Sequence[str], finder: VolumeFinder, list_path: str | Path, what: str = "volume", hint: str = "") -> dict[str, Path]:
+    """Paths of all distinct `names`; one error for all that are missing, with the count, the first three, every path tried and `hint`."""
     found: dict[str, Path] = {}
     missing: list[str] = []
     for name in dict.fromkeys(names):
@@ -87,7 +87,7 @@ def find_volumes(names: Sequence[str], finder: VolumeFinder, list_path: str | Pa
         n_all = len(missing) + len(found)
         shown = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
         tried = ", ".join(finder.candidates(missing[0]))
-        raise InputError(f"{list_path}: {len(missing)} of {n_all} {what}s not found: {shown}; tried for the first: {tried}")
+        raise InputError(f"{list_path}: {len(missing)} of {n_all} {what}s not found: {shown}; tried for the first: {tried}{hint}")
     return found
 
 

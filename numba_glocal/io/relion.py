@@ -1,4 +1,4 @@
-"""RELION 3.0 and 3.1 particle lists. Poses enter and leave RELION's convention here (docs/conventions.md, 2 and 5).
+"""RELION and Warp particle lists. Poses enter and leave RELION's convention here (docs/conventions.md, 2 and 5).
 
 A list is written as it was read: blocks, columns, order and digits stay, except for what changed.
 """
@@ -10,43 +10,66 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, ListError, NoAnglesWarning
 from ..geometry import matrix_to_relion, relion_to_matrix
-from ..values import IntArray, ParticleSet, Poses
+from ..values import IntArray, ParticleSet, Poses, TiltRange, turned_back
 from .paths import VolumeFinder, find_volumes
 from .pixel_size import resolve_pixel_size
-from .star import StarBlock, StarDocument, read_star, write_star
+from .relion_tomo import (
+    CENTRED,
+    COORDINATES,
+    SUBTOMOGRAM_ANGLES,
+    cut_by_relion,
+    follow_optimisation_set,
+    has_stacks,
+    read_coordinates,
+    read_stacks,
+    refuse_partial,
+    subtomogram_rotations,
+    triples,
+)
+from .star import StarBlock, StarDocument, write_star
 from .volumes import survey
 
 ANGLES = ("rlnAngleRot", "rlnAngleTilt", "rlnAnglePsi")
 ORIGINS_ANGST = ("rlnOriginXAngst", "rlnOriginYAngst", "rlnOriginZAngst")
 ORIGINS_PIXEL = ("rlnOriginX", "rlnOriginY", "rlnOriginZ")
+TILTS = ("ngTiltMinDeg", "ngTiltMaxDeg")
+"""Our own columns: a wedge by its lowest and highest tilt about y, both 0 for none. RELION passes over them."""
 _NAMES_30 = ("", "images", "particles")
+# columns whose meaning a `ParticleSet` carries
+_UNDERSTOOD = frozenset(
+    (
+        *ANGLES,
+        *ORIGINS_ANGST,
+        *ORIGINS_PIXEL,
+        *SUBTOMOGRAM_ANGLES,
+        *COORDINATES,
+        *CENTRED,
+        *TILTS,
+        "rlnImageName",
+        "rlnCtfImage",
+        "rlnMicrographName",
+        "rlnTomoName",
+        "rlnTomoParticleName",
+        "rlnOpticsGroup",
+        "rlnRandomSubset",
+        "rlnClassNumber",
+        "rlnPixelSize",
+        "rlnDetectorPixelSize",
+        "rlnMagnification",
+    )
+)
+# the first that a list has is taken for `ParticleSet.scores`
+_SCORES = ("ngScore", "rlnLCCmax", "rlnAutopickFigureOfMerit", "rlnMaxValueProbDistribution")
 # below the last digit that lists carry (1e-6 degrees, 1e-6 A)
 _SAME_ROTATION = 1e-9
 _SAME_SHIFT_ANGST = 1e-7
-
-# what only RELION 4, 5 and Warp for them write, and what it tells; the first one found names the list
-_LATER = {
-    "rlnTomoParticlesFile": "a RELION 4/5 optimisation set",
-    "rlnTomoTomogramsFile": "a RELION 4/5 optimisation set",
-    "rlnTomoSubTomosAre2DStacks": "a RELION 5 list of 2-D stacks",
-    "rlnTomoVisibleFrames": "a RELION 5 list of 2-D stacks",
-    "rlnTomoProjX": "a RELION 4/5 tomograms file",
-    "rlnTomoTiltSeriesName": "a RELION 4/5 tomograms file",
-    "rlnTomoFrameCount": "a RELION 4/5 tomograms file",
-    "rlnTomoSubtomogramRot": "a RELION 4 list",
-    "rlnCenteredCoordinateXAngst": "a RELION 5 list",
-    "rlnTomoSubtomogramBinning": "a RELION 4/5 list of pseudo-subtomograms",
-    "rlnTomoTiltSeriesPixelSize": "a RELION 4/5 list",
-    "rlnTomoParticleName": "a RELION 4/5 list",
-    "rlnTomoParticleId": "a RELION 4/5 list",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +89,11 @@ class RelionSource:
         As read.
     pixel_size_angst : float or None
         What the list says.
+    axes : (n, 3, 3) float64 or None
+        Where the list's own angles and origins are about other axes than `poses`: the rotation from those to these (RELION 4's
+        subtomogram angles).
+    names_label : str
+        The column that `ParticleSet.names` came from; "" where they were made up.
     """
 
     document: StarDocument
@@ -74,11 +102,30 @@ class RelionSource:
     poses: Poses
     half: NDArray[np.int8]
     pixel_size_angst: float | None
+    axes: NDArray[np.float64] | None = None
+    names_label: str = "rlnImageName"
+    format_key: ClassVar[str] = "relion"
 
     def take(self, index: IntArray | Sequence[int]) -> RelionSource:
         """The source of the particles at `index`."""
         index = np.asarray(index, dtype=np.intp)
-        return replace(self, rows=self.rows[index], poses=self.poses.take(index), half=self.half[index])
+        axes = None if self.axes is None else self.axes[index]
+        return replace(self, rows=self.rows[index], poses=self.poses.take(index), half=self.half[index], axes=axes)
+
+    def in_volumes(self, axes: NDArray[np.floating[Any]]) -> RelionSource:
+        """The source of the same particles with poses about the axes that the list itself uses."""
+        return replace(self, poses=turned_back(self.poses, axes), axes=None)
+
+    @property
+    def block(self) -> StarBlock:
+        """The particle table."""
+        return self.document[self.block_name]
+
+    def extras(self) -> list[str]:
+        """Columns and blocks that no other program's list can hold, for a message."""
+        columns = [f"_{label}" for label in self.block.labels if label not in _UNDERSTOOD]
+        blocks = [f"data_{b.name}" for b in self.document.blocks if b.name not in (self.block_name, "optics", "general")]
+        return [*blocks, *columns]
 
 
 def read_relion_particles(
@@ -88,13 +135,14 @@ def read_relion_particles(
     root: str | Path | None = None,
     premultiplied: bool | None = None,
     require_volumes: bool = True,
+    tomograms: str | Path | None = None,
 ) -> ParticleSet:
-    """Read a RELION 3.0 or 3.1 list of subtomograms.
+    """Read a RELION or Warp list of particles.
 
     Parameters
     ----------
     path : path
-        One table (3.0), or ``data_optics`` and ``data_particles`` (3.1).
+        One table (3.0, Warp), ``data_optics`` and ``data_particles`` (3.1 and later), or an optimisation set that names such a list.
     pixel_size_angst : float, optional
         Goes before what list and headers say.
     root : path, optional
@@ -102,32 +150,40 @@ def read_relion_particles(
     premultiplied : bool, optional
         Goes before ``rlnCtfDataAreCtfPremultiplied``.
     require_volumes : bool
-        False reads a list whose volumes are elsewhere; box size 0 when then nobody knows it.
+        False reads a list whose volumes are elsewhere, or that names none (coordinates only); box size 0 when then nobody knows it.
+    tomograms : path, optional
+        File of the tomograms; it goes before that of an optimisation set.
 
     Returns
     -------
     ParticleSet
+        Poses are about the tomogram's axes: subtomogram angles are composed with the particles' own.
 
     Raises
     ------
     InputError, ListError, VolumeError
         One line with file, line, what was expected and what was found.
     """
-    document = read_star(path)
+    document, tomograms_path = follow_optimisation_set(path, root)
+    tomograms_path = tomograms_path if tomograms is None else Path(tomograms)
+    path = document.path or path
     block, optics = _tables(document)
     if not block.n_rows:
         raise ListError(f"{block.where()}: the list has no particles")
-    names = block.texts("rlnImageName")
-    _refuse_slices(block, names)
+    stacked = has_stacks(document, block, optics)
+    tomogram_names = _tomograms(block)
+    names, names_label = _names(block, tomogram_names, require_volumes)
+    _refuse_slices(block, names, names_label)
     groups = _groups(block, optics)
     flag = _flag(block, optics, groups)
-    list_pixel_size, list_source = _list_pixel_size(block, optics, groups)
-    list_box_size = _list_box_size(optics, groups)
+    sizes, list_source = _list_pixel_sizes(block, optics, groups, require_volumes)
+    list_pixel_size = None if sizes is None else float(sizes[0])
+    list_box_size = _list_box_size(optics, groups, require_volumes)
     weight_names = _weight_names(block)
 
     finder = VolumeFinder(path, root)
     if require_volumes:
-        found = find_volumes(names, finder, path, "particle volume")
+        found = find_volumes(names, finder, path, "particle stack" if stacked else "particle volume")
         found_weights = find_volumes([name for name in weight_names if name], finder, path, "weight volume")
     else:
         finder.find(names[0])
@@ -137,34 +193,52 @@ def read_relion_particles(
     _refuse_duplicates(block, names, volume_paths)
 
     box_size, header_pixel_size = list_box_size or 0, float("nan")
-    if require_volumes:
+    if stacked:
+        if not box_size and require_volumes:
+            raise ListError(f"{path}: a list of 2-D stacks without _rlnImageSize in data_optics")
+    elif require_volumes:
         box_size, header_pixel_size = survey(volume_paths)
         if list_box_size and list_box_size != box_size:
             raise InputError(f"{path}: rlnImageSize is {list_box_size}, the volumes have box {box_size} (such as {volume_paths[0]})")
     elif volume_paths[0].is_file():
         box_size, header_pixel_size = survey(volume_paths[:1])
-    pixel_size, source_text = resolve_pixel_size(pixel_size_angst, list_pixel_size, list_source, header_pixel_size, path)
+    if require_volumes or pixel_size_angst is not None or list_pixel_size is not None or np.isfinite(header_pixel_size):
+        pixel_size, source_text = resolve_pixel_size(pixel_size_angst, list_pixel_size, list_source, header_pixel_size, path)
+    else:
+        pixel_size, source_text = float("nan"), "unknown"
 
     for labels in (ANGLES, ORIGINS_ANGST, ORIGINS_PIXEL):
-        _refuse_partial(block, labels)
+        refuse_partial(block, labels)
     if ANGLES[0] not in block.labels:
         warnings.warn(f"{path}: the list has no angles: every particle starts at 0, 0, 0", NoAnglesWarning, stacklevel=2)
-    poses = Poses(relion_to_matrix(_triples(block, ANGLES)), -_origins_angst(block, pixel_size))
+    rotations = relion_to_matrix(triples(block, ANGLES))
+    several = sizes if sizes is not None and pixel_size_angst is None and sizes.max() > 1.0001 * sizes.min() else None
+    shifts = -_origins_angst(block, np.full(block.n_rows, pixel_size) if several is None else several)
+    axes = subtomogram_rotations(block)
+    if axes is not None:
+        rotations, shifts = axes @ rotations, np.einsum("nij,nj->ni", axes, shifts)
+    turned = axes is not None and not stacked and cut_by_relion(optics, groups)
+    poses = Poses(rotations, shifts)
     half = _half_sets(block)
     return ParticleSet(
         names=tuple(names),
         volume_paths=volume_paths,
-        weight_paths=tuple(found_weights[name] if name else None for name in weight_names),
+        weight_paths=tuple(found_weights[name] if name else tilts for name, tilts in zip(weight_names, _tilt_ranges(block), strict=True)),
         poses=poses,
         half=half,
-        tomograms=_tomograms(block),
+        tomograms=tomogram_names,
         groups=groups,
         pixel_size_angst=pixel_size,
         pixel_size_source=source_text,
         box_size=box_size,
         premultiplied=flag if premultiplied is None else premultiplied,
+        source=RelionSource(document, block.name, np.arange(block.n_rows), poses, half, list_pixel_size, axes, names_label),
+        coordinates=read_coordinates(block, optics, groups, tomogram_names, tomograms_path, sizes),
         classes=_classes(block),
-        source=RelionSource(document, block.name, np.arange(block.n_rows), poses, half, list_pixel_size),
+        scores=next((block.floats(label) for label in _SCORES if label in block.labels), None),
+        volume_axes=axes if turned else None,
+        stacks=read_stacks(block, tomograms_path) if stacked else None,
+        pixel_sizes_angst=several,
     )
 
 
@@ -188,26 +262,25 @@ def write_relion_particles(path: str | Path, particles: ParticleSet, extra_colum
     """
     source = particles.source if isinstance(particles.source, RelionSource) else None
     if source is None:
-        document = _new_document(particles, Path(os.path.abspath(path)).parent)
-        source = RelionSource(document, "particles", np.arange(len(particles)), particles.poses, particles.half, particles.pixel_size_angst)
-        block = document["particles"]
-        write_all = True
-    elif len(source.rows) != len(particles):
+        source = new_relion_source(particles, Path(os.path.abspath(path)).parent)
+    if len(source.rows) != len(particles):
         raise ListError(f"{path}: {len(particles)} particles come with {len(source.rows)} rows of {source.document.path}")
-    else:
-        block = source.document[source.block_name].take(source.rows)
-        write_all = False
-        if block.texts("rlnImageName") != list(particles.names):
-            block.set_column("rlnImageName", particles.names)
+    block = source.block.take(source.rows)
+    if source.names_label == "rlnImageName" and block.texts("rlnImageName") != list(particles.names):
+        block.set_column("rlnImageName", particles.names)
     blocks = [block if b.name == source.block_name else b for b in source.document.blocks]
     if any(b.name == "optics" for b in blocks):
         # RELION 5 finds no particles under another name
         block.name = "particles"
 
-    _write_rotations(block, particles.poses.rotations, None if write_all else source.poses.rotations)
-    _write_shifts(block, particles, None if write_all else source.poses.shifts_angst, has_optics=any(b.name == "optics" for b in blocks))
+    own = particles.poses if source.axes is None else turned_back(particles.poses, source.axes)
+    turned = np.abs(particles.poses.rotations - source.poses.rotations).max(axis=(1, 2), initial=0) > _SAME_ROTATION
+    shifted = np.abs(particles.poses.shifts_angst - source.poses.shifts_angst).max(axis=1, initial=0) > _SAME_SHIFT_ANGST
+    _write_rotations(block, own.rotations, turned)
+    _write_shifts(block, own.shifts_angst, _pixel_sizes(particles), shifted, has_optics=any(b.name == "optics" for b in blocks))
     _write_half_sets(block, particles.half, source.half)
-    blocks = _write_pixel_size(blocks, block, particles.pixel_size_angst, source.pixel_size_angst)
+    if particles.pixel_sizes_angst is None:
+        blocks = _write_pixel_size(blocks, block, particles.pixel_size_angst, source.pixel_size_angst)
     for label, values in (extra_columns or {}).items():
         array = np.asarray(values)
         if array.shape != (len(particles),):
@@ -222,13 +295,9 @@ def write_relion_particles(path: str | Path, particles: ParticleSet, extra_colum
 def _tables(document: StarDocument) -> tuple[StarBlock, StarBlock | None]:
     """The particle block and the optics block; other kinds of STAR file are refused with what they are."""
     path = document.path
-    for label, kind in _LATER.items():
-        for block in document.blocks:
-            if label in block:
-                raise ListError(f"{path}: {kind} (it has _{label} in data_{block.name}) is not read yet; expected a RELION 3.0 or 3.1 list")
     for block in document.blocks:
-        if block.name.startswith("stopgap_"):
-            raise ListError(f"{path}: a STOPGAP list (data_{block.name}) is not read yet; expected a RELION 3.0 or 3.1 list")
+        if block.name != "particles" and ("rlnTomoProjX" in block or "rlnTomoTiltSeriesName" in block):
+            raise ListError(f"{path}: a file of tomograms (data_{block.name}), expected a list of particles or an optimisation set")
     optics = document["optics"] if "optics" in document else None
     if optics is not None and not optics.n_rows:
         raise ListError(f"{optics.where()}: data_optics has no rows")
@@ -241,17 +310,26 @@ def _tables(document: StarDocument) -> tuple[StarBlock, StarBlock | None]:
         found = ", ".join(f"data_{block.name}" for block in document.blocks)
         raise ListError(f"{path}: no particle table (data_particles, data_images or data_), found {found}")
     block = tables[0]
-    if "rlnImageName" not in block.labels:
-        raise ListError(f"{block.where()}: no column _rlnImageName; a list without particle volumes (such as Warp's for matching) is not read yet")
     return block, optics
 
 
-def _refuse_slices(block: StarBlock, names: list[str]) -> None:
+def _names(block: StarBlock, tomograms: Sequence[str], require_volumes: bool) -> tuple[list[str], str]:
+    """Names of the particles and the column they come from; a list of places alone gets names where no volume is needed."""
+    if "rlnImageName" in block.labels:
+        return block.texts("rlnImageName"), "rlnImageName"
+    if require_volumes:
+        raise ListError(f"{block.where()}: no column _rlnImageName: a list of places without volumes, expected a volume for each particle")
+    if "rlnTomoParticleName" in block.labels:
+        return block.texts("rlnTomoParticleName"), "rlnTomoParticleName"
+    return [f"{tomogram}/{row}" if tomogram else str(row) for row, tomogram in enumerate(tomograms, 1)], ""
+
+
+def _refuse_slices(block: StarBlock, names: list[str], label: str) -> None:
     for row, name in enumerate(names):
         if "@" in name and name.split("@", 1)[0].isdigit():
             raise ListError(f"{block.where(row)}: {name} is an image of a stack, expected a volume of its own for each particle")
         if not name:
-            raise ListError(f"{block.where(row)}: _rlnImageName is empty")
+            raise ListError(f"{block.where(row)}: _{label} is empty")
 
 
 def _refuse_duplicates(block: StarBlock, names: list[str], paths: tuple[Path, ...]) -> None:
@@ -290,14 +368,6 @@ def _groups(block: StarBlock, optics: StarBlock | None) -> NDArray[np.int32]:
     return groups
 
 
-def _classes(block: StarBlock) -> NDArray[np.int32] | None:
-    """Class numbers; None where there is no column, or one that does not hold whole numbers (nobody asked for it)."""
-    if "rlnClassNumber" not in block.labels:
-        return None
-    texts = [_whole(text) for text in block.texts("rlnClassNumber")]
-    return np.array(texts, np.int32) if all(text.isdecimal() and len(text) < 9 for text in texts) else None
-
-
 def _whole(text: str) -> str:
     """A whole number as other programs write it (1, 01, 1.000000), or the text itself."""
     try:
@@ -322,50 +392,76 @@ def _flag(block: StarBlock, optics: StarBlock | None, groups: NDArray[np.int32])
     return bool(unique[0])
 
 
-def _list_pixel_size(block: StarBlock, optics: StarBlock | None, groups: NDArray[np.int32]) -> tuple[float | None, str]:
-    """Pixel size as the list says it, and in which columns."""
+def _list_pixel_sizes(block: StarBlock, optics: StarBlock | None, groups: NDArray[np.int32], one: bool) -> tuple[NDArray[np.float64] | None, str]:
+    """Pixel size of each particle as the list says it, and in which columns; more than one are refused where `one` is asked for."""
     if optics is not None and "rlnImagePixelSize" in optics.labels:
+        sizes = optics.floats("rlnImagePixelSize")
         used = np.unique(groups)
-        sizes = optics.floats("rlnImagePixelSize")[used]
-        if sizes.max() > 1.0001 * sizes.min():
-            found = ", ".join(f"{s:g} A (line {optics.row_lines[g]})" for g, s in zip(used, sizes, strict=True))
-            raise ListError(f"{optics.path}: optics groups have different pixel sizes: {found}; expected one")
-        return float(sizes[0]), "rlnImagePixelSize"
-    size: float | None = None
+        if one and sizes[used].max() > 1.0001 * sizes[used].min():
+            raise ListError(f"{optics.path}: optics groups have different pixel sizes: {_by_group(optics, used, sizes, ' A')}; expected one")
+        return sizes[groups], "rlnImagePixelSize"
+    sizes_angst: NDArray[np.float64] | None = None
     text = ""
     if "rlnPixelSize" in block.labels:
-        size, text = _one_value(block, block.floats("rlnPixelSize"), "rlnPixelSize"), "rlnPixelSize"
+        sizes_angst, text = _one_value(block, block.floats("rlnPixelSize"), "rlnPixelSize", one), "rlnPixelSize"
     if {"rlnDetectorPixelSize", "rlnMagnification"} <= set(block.labels):
         both = "rlnDetectorPixelSize, rlnMagnification"
         magnification = block.floats("rlnMagnification")
         if (magnification <= 0).any():
             row = int(np.argmax(magnification <= 0))
             raise ListError(f"{block.where(row)}: _rlnMagnification is {magnification[row]:g}, expected a number above 0")
-        detector = _one_value(block, block.floats("rlnDetectorPixelSize") * 1e4 / magnification, both)
-        if size is None:
-            size, text = detector, both
-        elif abs(detector / size - 1) > 0.01:
-            warnings.warn(f"{block.path}: rlnPixelSize is {size:g} A, but {both} give {detector:g} A; rlnPixelSize is taken", stacklevel=4)
-    return size, text
+        detector = _one_value(block, block.floats("rlnDetectorPixelSize") * 1e4 / magnification, both, one)
+        if sizes_angst is None:
+            sizes_angst, text = detector, both
+        elif abs(detector[0] / sizes_angst[0] - 1) > 0.01:
+            warnings.warn(
+                f"{block.path}: rlnPixelSize is {sizes_angst[0]:g} A, but {both} give {detector[0]:g} A; rlnPixelSize is taken", stacklevel=4
+            )
+    return sizes_angst, text
 
 
-def _one_value(block: StarBlock, values: NDArray[np.float64], what: str) -> float:
+def _by_group(optics: StarBlock, used: NDArray[np.integer[Any]], values: NDArray[np.float64], unit: str = "") -> str:
+    """Values of optics groups for a message: ``opticsGroup1 2.4 A (line 14), ...``."""
+    names = optics.texts("rlnOpticsGroupName" if "rlnOpticsGroupName" in optics.labels else "rlnOpticsGroup")
+    return ", ".join(f"{names[g]} {values[g]:g}{unit} ({_line(optics, g)})" for g in used.tolist())
+
+
+def _one_value(block: StarBlock, values: NDArray[np.float64], what: str, one: bool) -> NDArray[np.float64]:
     different = np.abs(values - values[0]) > 1e-4 * abs(values[0])
-    if different.any():
+    if one and different.any():
         row = int(np.argmax(different))
         raise ListError(f"{block.where(row)}: pixel size {values[row]:g} A ({what}), but {values[0]:g} A in {_line(block, 0)}; expected one")
-    return float(values[0])
+    return values
 
 
-def _list_box_size(optics: StarBlock | None, groups: NDArray[np.int32]) -> int | None:
+def _list_box_size(optics: StarBlock | None, groups: NDArray[np.int32], one: bool) -> int | None:
+    """Box as the list says it; None where it does not, or says several and none is asked for."""
     if optics is None or "rlnImageSize" not in optics.labels:
         return None
     used = np.unique(groups)
-    sizes = optics.floats("rlnImageSize")[used]
-    if sizes.min() != sizes.max():
-        found = ", ".join(f"{s:g} (line {optics.row_lines[g]})" for g, s in zip(used, sizes, strict=True))
-        raise ListError(f"{optics.path}: optics groups have different box sizes: {found}; expected one")
-    return int(sizes[0])
+    sizes = optics.floats("rlnImageSize")
+    if sizes[used].min() != sizes[used].max():
+        if one:
+            raise ListError(f"{optics.path}: optics groups have different box sizes: {_by_group(optics, used, sizes)}; expected one")
+        return None
+    return int(sizes[used[0]])
+
+
+def _classes(block: StarBlock) -> NDArray[np.int32] | None:
+    return block.floats("rlnClassNumber").astype(np.int32) if "rlnClassNumber" in block.labels else None
+
+
+def _tilt_ranges(block: StarBlock) -> list[tuple[TiltRange, ...] | None]:
+    """Wedges that the list gives by tilts, for particles without a weight volume."""
+    refuse_partial(block, TILTS)
+    if TILTS[0] not in block.labels:
+        return [None] * block.n_rows
+    found: list[tuple[TiltRange, ...] | None] = []
+    for row, (low, high) in enumerate(zip(*(block.floats(label).tolist() for label in TILTS), strict=True)):
+        if (low or high) and not -90 <= low < high <= 90:
+            raise ListError(f"{block.where(row)}: _{TILTS[0]} {low:g} and _{TILTS[1]} {high:g}: expected -90 <= smallest < largest <= 90 degrees")
+        found.append((TiltRange(low, high),) if low or high else None)
+    return found
 
 
 def _weight_names(block: StarBlock) -> list[str]:
@@ -374,29 +470,15 @@ def _weight_names(block: StarBlock) -> list[str]:
     return ["" if name == "None" else name for name in block.texts("rlnCtfImage")]
 
 
-def _refuse_partial(block: StarBlock, labels: Sequence[str]) -> None:
-    """Three columns stand together or not at all: one that was lost on the way is no 0."""
-    missing = [f"_{label}" for label in labels if label not in block.labels]
-    if 0 < len(missing) < len(labels):
-        raise ListError(f"{block.where()}: no column {' and '.join(missing)}; expected all three of {', '.join(labels)}, or none")
-
-
-def _triples(block: StarBlock, labels: Sequence[str], scale: float = 1.0) -> NDArray[np.float64]:
-    """Three columns as (n, 3); zeros where the list has none of them."""
-    if labels[0] not in block.labels:
-        return np.zeros((block.n_rows, 3))
-    return np.stack([block.floats(label) for label in labels], axis=1) * scale
-
-
-def _origins_angst(block: StarBlock, pixel_size_angst: float) -> NDArray[np.float64]:
+def _origins_angst(block: StarBlock, pixel_size_angst: NDArray[np.float64]) -> NDArray[np.float64]:
     """Origins in Angstrom, whichever of the two kinds the list has; where both differ Angstrom wins."""
     has_angst = any(label in block.labels for label in ORIGINS_ANGST)
     has_pixel = any(label in block.labels for label in ORIGINS_PIXEL)
     if not has_angst:
-        return _triples(block, ORIGINS_PIXEL, pixel_size_angst)
-    angst = _triples(block, ORIGINS_ANGST)
+        return triples(block, ORIGINS_PIXEL) * pixel_size_angst[:, None]
+    angst = triples(block, ORIGINS_ANGST)
     if has_pixel:
-        differ = _origins_differ(angst, _triples(block, ORIGINS_PIXEL), pixel_size_angst)
+        differ = _origins_differ(angst, triples(block, ORIGINS_PIXEL), pixel_size_angst)
         if differ.any():
             row = int(np.argmax(differ))
             warnings.warn(
@@ -407,9 +489,9 @@ def _origins_angst(block: StarBlock, pixel_size_angst: float) -> NDArray[np.floa
     return angst
 
 
-def _origins_differ(angst: NDArray[Any], pixel: NDArray[Any], pixel_size_angst: float) -> NDArray[np.bool_]:
+def _origins_differ(angst: NDArray[Any], pixel: NDArray[Any], pixel_size_angst: NDArray[Any]) -> NDArray[np.bool_]:
     # lists carry as few as two decimals
-    return np.abs(angst - pixel * pixel_size_angst).max(axis=1) > 0.01 * max(1.0, pixel_size_angst)
+    return np.abs(angst - pixel * pixel_size_angst[:, None]).max(axis=1) > 0.01 * np.maximum(1.0, pixel_size_angst)
 
 
 def _half_sets(block: StarBlock) -> NDArray[np.int8]:
@@ -453,8 +535,7 @@ def _set_rows(block: StarBlock, label: str, values: NDArray[Any], rows: NDArray[
         tokens[row] = f"{round(float(values[row]), 6) + 0.0:.6f}"
 
 
-def _write_rotations(block: StarBlock, rotations: NDArray[Any], before: NDArray[Any] | None) -> None:
-    changed = np.ones(len(rotations), dtype=bool) if before is None else np.abs(rotations - before).max(axis=(1, 2)) > _SAME_ROTATION
+def _write_rotations(block: StarBlock, rotations: NDArray[Any], changed: NDArray[np.bool_]) -> None:
     if not changed.any():
         return
     angles = matrix_to_relion(rotations)
@@ -462,9 +543,7 @@ def _write_rotations(block: StarBlock, rotations: NDArray[Any], before: NDArray[
         _set_rows(block, label, angles[:, axis], changed)
 
 
-def _write_shifts(block: StarBlock, particles: ParticleSet, before: NDArray[Any] | None, has_optics: bool) -> None:
-    shifts, pixel_size = particles.poses.shifts_angst, particles.pixel_size_angst
-    changed = np.ones(len(shifts), dtype=bool) if before is None else np.abs(shifts - before).max(axis=1) > _SAME_SHIFT_ANGST
+def _write_shifts(block: StarBlock, shifts: NDArray[Any], pixel_size_angst: NDArray[Any], changed: NDArray[np.bool_], has_optics: bool) -> None:
     has_angst = any(label in block.labels for label in ORIGINS_ANGST)
     has_pixel = any(label in block.labels for label in ORIGINS_PIXEL)
     if not (has_angst or has_pixel):
@@ -475,10 +554,15 @@ def _write_shifts(block: StarBlock, particles: ParticleSet, before: NDArray[Any]
             _set_rows(block, label, -shifts[:, axis], changed)
     if has_pixel:
         if has_angst:
-            changed |= _origins_differ(-shifts, _triples(block, ORIGINS_PIXEL), pixel_size)
+            changed = changed | _origins_differ(-shifts, triples(block, ORIGINS_PIXEL), pixel_size_angst)
         if changed.any():
             for axis, label in enumerate(ORIGINS_PIXEL):
-                _set_rows(block, label, -shifts[:, axis] / pixel_size, changed)
+                _set_rows(block, label, -shifts[:, axis] / pixel_size_angst, changed)
+
+
+def _pixel_sizes(particles: ParticleSet) -> NDArray[Any]:
+    sizes = particles.pixel_sizes_angst
+    return np.full(len(particles), particles.pixel_size_angst) if sizes is None else sizes
 
 
 def _write_half_sets(block: StarBlock, half: NDArray[np.int8], before: NDArray[np.int8]) -> None:
@@ -510,31 +594,54 @@ def _write_pixel_size(blocks: list[StarBlock], particles: StarBlock, pixel_size:
     return result
 
 
-def _new_document(particles: ParticleSet, folder: Path) -> StarDocument:
-    """A RELION 3.1 list for particles that came from elsewhere; poses and half-sets are filled in by the writer."""
+def new_relion_source(particles: ParticleSet, folder: Path) -> RelionSource:
+    """A RELION 3.1 list for particles that came from elsewhere; poses are left to the writer, who takes all of them for changed.
+
+    Parameters
+    ----------
+    particles : ParticleSet
+    folder : Path
+        Of the list, from which weight volumes are named.
+    """
     n = len(particles)
     groups = [int(g) for g in np.unique(particles.groups)] or [0]
-    optics = StarBlock.from_columns(
-        "optics",
-        {
-            "rlnOpticsGroup": [str(g + 1) for g in groups],
-            "rlnOpticsGroupName": [f"opticsGroup{g + 1}" for g in groups],
-            "rlnImagePixelSize": [f"{particles.pixel_size_angst:.6f}"] * len(groups),
-            "rlnImageSize": [str(particles.box_size)] * len(groups),
-            "rlnImageDimensionality": ["3"] * len(groups),
-            "rlnCtfDataAreCtfPremultiplied": [str(int(particles.premultiplied))] * len(groups),
-        },
-    )
-    columns: dict[str, Sequence[str]] = {"rlnImageName": particles.names}
-    if any(path is not None for path in particles.weight_paths):
-        columns["rlnCtfImage"] = ["None" if path is None else _beside(path, folder) for path in particles.weight_paths]
+    table = {
+        "rlnOpticsGroup": [str(g + 1) for g in groups],
+        "rlnOpticsGroupName": [f"opticsGroup{g + 1}" for g in groups],
+        "rlnImagePixelSize": [f"{particles.pixel_size_angst:.6f}"] * len(groups),
+        "rlnImageSize": [str(particles.box_size)] * len(groups),
+        "rlnImageDimensionality": ["3"] * len(groups),
+        "rlnCtfDataAreCtfPremultiplied": [str(int(particles.premultiplied))] * len(groups),
+    }
+    if not particles.box_size:
+        del table["rlnImageSize"]
+    if not np.isfinite(particles.pixel_size_angst):
+        del table["rlnImagePixelSize"]
+    columns: dict[str, Sequence[str]] = {}
     if any(particles.tomograms):
         columns["rlnMicrographName"] = [name or "None" for name in particles.tomograms]
+    if particles.coordinates is not None:
+        places, labels = particles.coordinates, COORDINATES
+        values = places.as_voxels()
+        if not np.isfinite(values).all() and places.centred_angst is not None:
+            values, labels = places.centred_angst, CENTRED
+        columns |= {label: [f"{v:.6f}" for v in values[:, axis].tolist()] for axis, label in enumerate(labels)}
+    columns |= {label: ["0.000000"] * n for label in ANGLES}
+    columns["rlnImageName"] = particles.names
+    paths = [path if isinstance(path, Path) else None for path in particles.weight_paths]
+    if any(path is not None for path in paths):
+        columns["rlnCtfImage"] = ["None" if path is None else _beside(path, folder) for path in paths]
+    if particles.tilt_ranges_deg is not None:
+        columns |= {label: _format(np.nan_to_num(particles.tilt_ranges_deg[:, i])) for i, label in enumerate(TILTS)}
     columns["rlnOpticsGroup"] = [str(int(g) + 1) for g in particles.groups]
-    block = StarBlock.from_columns("particles", columns)
-    for label in (*ANGLES, *ORIGINS_ANGST):
-        block.set_column(label, ["0.000000"] * n)
-    return StarDocument([optics, block])
+    columns |= {label: ["0.000000"] * n for label in ORIGINS_ANGST}
+    if particles.classes is not None:
+        columns["rlnClassNumber"] = _format(particles.classes)
+    if particles.scores is not None and np.isfinite(particles.scores).any():
+        columns["rlnAutopickFigureOfMerit"] = _format(np.where(np.isfinite(particles.scores), particles.scores, 0.0))
+    document = StarDocument([StarBlock.from_columns("optics", table), StarBlock.from_columns("particles", columns)])
+    unknown = Poses(np.full((n, 3, 3), np.inf), np.full((n, 3), np.inf))
+    return RelionSource(document, "particles", np.arange(n), unknown, np.zeros(n, np.int8), particles.pixel_size_angst)
 
 
 def _beside(path: Path, folder: Path) -> str:

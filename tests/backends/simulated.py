@@ -9,11 +9,12 @@ import mrcfile
 import numpy as np
 import pytest
 from numba import cuda
+from scipy.spatial.transform import Rotation
 
 from numba_glocal import particles
 from numba_glocal.backends.cpu import CPUBackend
 from numba_glocal.backends.cuda import backend as cuda_backend
-from numba_glocal.backends.cuda import memory, prepare
+from numba_glocal.backends.cuda import kernels, memory, prepare
 from numba_glocal.backends.cuda import store as store_module
 from numba_glocal.backends.cuda.backend import CUDABackend
 from numba_glocal.backends.cuda.store import ParticleStore
@@ -23,6 +24,7 @@ from numba_glocal.backends.protocols import Grid, ParticleBatch, ParticleMask, S
 from numba_glocal.errors import BadParticleError, DeviceError
 from numba_glocal.fourier import centred_rfftn, grid_band, max_band, padded_spectrum
 from numba_glocal.particles import ParticleReader
+from numba_glocal.pose_prior import PosePrior, PriorWidths
 
 N = 6
 GRID, MASK = Grid(N, N, 4.0), ParticleMask(2.0, 1.0)
@@ -235,6 +237,30 @@ def test_as_the_cpu_backend_and_nothing_is_read_twice(make_case):
     assert sorted(reads) == [0, 1], "the sum found the search's particles"
 
 
+def test_a_prior_is_refined_as_on_the_cpu(make_case):
+    case = make_case(8, "none", particles=2)
+    turn = Rotation.from_rotvec([0.06, -0.04, 0.03]).as_matrix()
+    prior = PosePrior(PriorWidths(4.0, 6.0, 5.0), (case.rotations @ turn)[:, None], case.shifts_angst + 5.0)
+    sessions = [backend.open_search(case.setup) for backend in (CUDABackend(), CPUBackend())]
+    assert sessions[0].load(case.batch, prior) == sessions[1].load(case.batch, prior) == []
+    a, b = (session.refine(case.starts, case.shifts_angst) for session in sessions)
+    np.testing.assert_allclose(a.rotations, b.rotations, atol=1e-4)
+    np.testing.assert_allclose(a.shifts_angst, b.shifts_angst, atol=0.02)
+    for name in ("log_likelihood", "scores", "covariances"):
+        np.testing.assert_allclose(getattr(a, name), getattr(b, name), rtol=1e-3, atol=1e-6, err_msg=name)
+    assert sessions[0].load(case.batch) == []
+    free = sessions[0].refine(case.starts, case.shifts_angst)
+    assert np.abs(free.rotations - a.rotations).max() > 1e-3
+
+
+def test_losses_are_taken_off_scores():
+    best = np.array([[3.0, 2.0, -1e38], [1.0, 5.0, 4.0]], np.float32)
+    loss = np.array([[1.0, np.inf, 1.0], [0.0, 2.5, np.inf]], np.float32)
+    device = cuda.to_device(best)
+    kernels.take_off[(1, 2), 8](device, cuda.to_device(loss))
+    np.testing.assert_array_equal(device.copy_to_host(), np.array([[2.0, -1e38, -1e38], [1.0, 2.5, -1e38]], np.float32))
+
+
 def test_another_band_makes_spectra_anew_but_reads_nothing(make_case, quick_transform):
     case = make_case(8, "none", particles=1)
     batch, reads = counted(case.batch)
@@ -312,6 +338,29 @@ def test_less_at_once_when_memory_runs_out(monkeypatch, caplog):
     volumes = np.random.default_rng(0).normal(size=(3, N, N, N)).astype(np.float32)
     found, _ = held(store, ParticleBatch(tuple("abc"), lambda i: (volumes[i], np.ones((N, N, N // 2 + 1), np.float32))))
     assert all(np.array_equal(found[i], volumes[i]) for i in range(3))
+
+
+def test_a_search_goes_on_in_smaller_parts(make_case, monkeypatch, caplog, quick_transform):
+    """Memory for two starts at once only: every particle is searched once, and what was kept for reuse is given back first."""
+    caplog.set_level(logging.WARNING, "numba_glocal")
+    case = make_case(8, "none", particles=7)
+    gpu = CUDABackend()
+    session = gpu.open_search(case.setup)
+    assert session.load(case.batch) == []
+    parts, given_back = [], []
+
+    def search_part(part, p_of, s_of, starts, anchors, level, band, cube, layout, bank, coefficients, groups, entries, result):
+        if len(p_of) > 2:
+            raise MemoryError
+        parts.append(part.tolist())
+        result.scores[part] = part[:, None]
+
+    monkeypatch.setattr(session, "_search_part", search_part)
+    monkeypatch.setattr(gpu.scratch, "clear", lambda: given_back.append(len(parts)))
+    found = session.search(case.starts, case.shifts_angst, case.level(2, keep=1))
+    assert sum(parts, []) == list(range(7)) and max(map(len, parts)) <= 2
+    assert found.scores[:, 0].tolist() == list(range(7))
+    assert given_back == [0, 0] and "starts at once instead of 7" in caplog.text
 
 
 def test_no_memory_at_all_is_said_in_one_line(monkeypatch):

@@ -21,12 +21,13 @@ from numba_glocal.backends.reference import ReferenceBackend
 from numba_glocal.errors import BadParticleError
 from numba_glocal.noise import NoiseModel
 from numba_glocal.phantom import render_phantom
+from numba_glocal.pose_prior import PosePrior, PriorWidths
 from numba_glocal.values import SCORES
 
 
-def opened(backend: Any, case: Any) -> Any:
+def opened(backend: Any, case: Any, prior: PosePrior | None = None) -> Any:
     session = backend.open_search(case.setup)
-    assert session.load(case.batch) == []
+    assert session.load(case.batch, prior) == []
     return session
 
 
@@ -493,3 +494,104 @@ def test_average_is_the_object(make_backend, make_case, n):
     assert np.corrcoef(low[0].ravel(), low[2].ravel())[0, 1] > 0.99
     assert np.corrcoef(low[0].ravel(), low[1].ravel())[0, 1] > 0.99
     assert (low[0] * low[2]).sum() / (low[2] ** 2).sum() == pytest.approx(1.0, abs=0.05)
+
+
+# -- priors ----------------------------------------------------------------------------------------------------------
+
+
+def prior_beside(case: Any, widths: PriorWidths, angle_deg: float = 4.0, shift_voxels: float = 0.7, copies: int = 1) -> PosePrior:
+    """About places beside the planted poses; further copies are half turns away from them."""
+    beside = Rotation.from_rotvec(np.deg2rad(angle_deg) * np.array([0.6, -0.64, 0.48])).as_matrix()
+    about = case.rotations @ beside
+    turns = [Rotation.from_rotvec([0.0, 0.0, 2.0 * np.pi / copies * i]).as_matrix() for i in range(copies)]
+    shifts = case.shifts_angst + shift_voxels * case.voxel_angst * np.array([0.48, 0.6, -0.64])
+    return PosePrior(widths, np.stack([about @ turn for turn in turns], axis=1), shifts)
+
+
+@pytest.mark.parametrize(
+    "widths", [PriorWidths(angle_deg=3.0), PriorWidths(shift_angst=8.0), PriorWidths(max_angle_deg=9.0), PriorWidths(4.0, 10.0, 14.0)]
+)
+def test_search_scores_with_a_prior_follow_the_exact_ones(make_backend, make_case, widths):
+    case = make_case(16, "wedge", particles=2, noise=3.0)
+    level = case.level(60, reach_deg=20.0)
+    prior = prior_beside(case, widths, copies=2)
+    for p in range(2):
+        found = []
+        for backend in (make_backend(), ReferenceBackend()):
+            scored = opened(backend, case, prior).search(case.starts, case.starts.shifts_angst[:, 0], level)
+            kept = scored.scores[p] > -np.inf
+            wanted = (case.starts.rotations[p, 0] @ level.rotations).reshape(len(level.rotations), 9)
+            row = np.abs(scored.rotations[p, kept].reshape(-1, 9)[:, None] - wanted).max(-1).argmin(1)
+            scores = np.full(len(wanted), -np.inf)
+            scores[row] = scored.scores[p, kept]
+            found.append(scores)
+        fast, exact = found
+        assert ((fast > -np.inf) == (exact > -np.inf)).all(), "the same rotations are within the limit"
+        inside = exact > -np.inf
+        assert inside.sum() > 2 and (inside.all() or widths.max_angle_deg < 15)
+        assert np.corrcoef(fast[inside], exact[inside])[0, 1] > CORRELATION["wedge"] - 0.003
+        assert (exact > exact[fast.argmax()]).sum() <= 2
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [PriorWidths(angle_deg=1.5), PriorWidths(shift_angst=4.0), PriorWidths(2.0, 6.0), PriorWidths(max_angle_deg=2.0), PriorWidths(3.0, 9.0, 2.5)],
+)
+def test_refinement_with_a_prior_finds_the_exact_optimum(make_backend, make_case, widths):
+    case = make_case(16, "none", particles=2, noise=4.0)
+    prior = prior_beside(case, widths, copies=2)
+    starts = as_candidates(prior.rotations[:, 0], case.starts.shifts_angst[:, 0])
+    fast, exact = (opened(b, case, prior).refine(starts, case.shifts_angst) for b in (make_backend(), ReferenceBackend()))
+    free = opened(ReferenceBackend(), case).refine(starts, case.shifts_angst)
+    assert rim_voxels(case, exact, free).max() > 0.1, "the prior must matter"
+    assert (rim_voxels(case, fast, exact) < 0.08).all()
+    np.testing.assert_allclose(fast.log_likelihood, exact.log_likelihood, rtol=0.01)
+    np.testing.assert_allclose(fast.scores, exact.scores, rtol=0.01)
+    assert (fast.log_likelihood < free.log_likelihood).all()
+    np.testing.assert_allclose(np.diagonal(fast.covariances, axis1=1, axis2=2), np.diagonal(exact.covariances, axis1=1, axis2=2), rtol=0.12)
+    assert angle_deg(fast.rotations, prior.rotations[:, 0]).max() <= widths.max_angle_deg + 1e-3
+    if widths.max_angle_deg == 2.0:
+        assert angle_deg(fast.rotations, prior.rotations[:, 0]).min() > 1.99, "the limit must matter"
+
+
+def test_a_narrow_prior_is_the_result_and_a_wide_one_says_nothing(make_backend, make_case):
+    case = make_case(16, "wedge", particles=2, noise=4.0)
+    session = opened(make_backend(), case)
+    free = session.refine(case.starts, case.shifts_angst)
+    for widths, narrow in ((PriorWidths(0.01, 0.05), True), (PriorWidths(1e4, 1e5, 179.0), False)):
+        prior = prior_beside(case, widths)
+        found = opened(make_backend(), case, prior).refine(case.starts, case.shifts_angst)
+        expected = Candidates(prior.rotations, prior.shifts_angst[:, None], np.zeros((2, 1))) if narrow else free
+        rotations, shifts = (expected.rotations[:, 0], expected.shifts_angst[:, 0]) if narrow else (free.rotations, free.shifts_angst)
+        assert angle_deg(found.rotations, rotations).max() < 0.05 and np.abs(found.shifts_angst - shifts).max() < 0.05
+        deviation = np.sqrt(np.diagonal(found.covariances, axis1=1, axis2=2))
+        if narrow:
+            np.testing.assert_allclose(deviation, np.repeat([[np.deg2rad(0.01), 0.05]], 3, axis=1).repeat(2, 0).reshape(2, 6), rtol=0.02)
+        else:
+            np.testing.assert_allclose(found.covariances, free.covariances, rtol=1e-3)
+
+
+def test_a_shift_limit_and_a_turn_limit_hold_together(make_backend, make_case):
+    case = make_case(16, "none", particles=2, noise=1.0).with_setup(max_shift_angst=6.0)
+    prior = prior_beside(case, PriorWidths(max_angle_deg=2.0), shift_voxels=0.0)
+    anchors = case.shifts_angst + np.array([0.0, 12.0, 0.0])
+    found = opened(make_backend(), case, prior).refine(as_candidates(prior.rotations[:, 0], anchors), anchors)
+    np.testing.assert_allclose(np.linalg.norm(found.shifts_angst - anchors, axis=1), 6.0, rtol=1e-3)
+    turned = angle_deg(found.rotations, prior.rotations[:, 0])
+    assert turned.max() < 2.001 and (turned > 1.99).any()
+    # nothing that is allowed is better, by the oracle
+    judge, rng = opened(ReferenceBackend(), case), np.random.default_rng(0)
+    for p, particle in enumerate(judge._particles):
+        samples = particle.samples.within(0.0, case.setup.k_max)
+
+        def likelihood(rotation: Any, shift: Any, samples: Any = samples) -> float:
+            num, den = judge.sums(samples, samples.data, rotation, shift)
+            return judge._mask_mean_square * (2.0 * num - den)
+
+        reached, others = likelihood(found.rotations[p], found.shifts_angst[p]), []
+        for _ in range(150):
+            rotation = Rotation.from_rotvec(rng.normal(0, 0.01, 3)).as_matrix() @ found.rotations[p]
+            shift = found.shifts_angst[p] + rng.normal(0, 0.5, 3)
+            if angle_deg(rotation, prior.rotations[p, 0])[0] <= 2.0 and np.linalg.norm(shift - anchors[p]) <= 6.0:
+                others.append(likelihood(rotation, shift))
+        assert len(others) > 10 and max(others) < reached + 0.02

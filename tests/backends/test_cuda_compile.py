@@ -31,6 +31,7 @@ SIGNATURES = {
     "fill_templates": (f, n, f, f2, f, f2),
     "products": (f2, f2, f2),
     "finish_scores": (f2, f2, f, n, float32),
+    "take_off": (f2, f2),
     "choose": (f2, i32, i32, f2, f2, float32, n, f3, i2, f2),
     "band_power": (f, n, i32, i32, *WEIGHTS, i32, i32, f2, i32, f, f, d),
     "refine": (

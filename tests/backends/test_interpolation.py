@@ -10,7 +10,7 @@ from scipy.ndimage import map_coordinates
 from scipy.spatial.transform import Rotation
 
 from numba_glocal.backends import interpolation as kernels
-from numba_glocal.backends.cpu import limited_step, unpack_normal_equations
+from numba_glocal.backends.newton import limited_step, unpack_normal_equations
 from numba_glocal.backends.reference import transform_at
 from numba_glocal.fourier import PAD, grid_band, padded_offset, padded_spectrum
 from numba_glocal.phantom import render_phantom
@@ -173,20 +173,32 @@ def test_normal_equations_against_finite_differences(made, count):
 def test_limited_step():
     """Against the free step, and by the optimality conditions: what is left of the gradient on the shift points outwards."""
     rng = np.random.default_rng(0)
+    on_angle, on_shift = np.repeat([1.0, 0.0], 3), np.repeat([0.0, 1.0], 3)
     for _ in range(20):
         root = rng.normal(size=(6, 6))
         hessian, gradient = root @ root.T + np.eye(6), rng.normal(size=6) * 5
         away = rng.normal(size=3) * 0.3
         free = np.linalg.solve(hessian, gradient)
-        np.testing.assert_allclose(limited_step(hessian, gradient, away, 100.0), free)
+        np.testing.assert_allclose(limited_step(hessian, gradient, [(on_shift, away, 100.0)]), free)
         limit = max(0.5 * np.linalg.norm(away + free[3:]), np.linalg.norm(away))
-        step = limited_step(hessian, gradient, away, limit)
+        step = limited_step(hessian, gradient, [(on_shift, away, limit)])
         end = away + step[3:]
         left = gradient - hessian @ step
         np.testing.assert_allclose(left[:3], 0.0, atol=1e-8)
         if np.linalg.norm(away + free[3:]) > limit:
             assert np.linalg.norm(end) == pytest.approx(limit, rel=1e-5)
             np.testing.assert_allclose(left[3:] / np.linalg.norm(left[3:]), end / limit, atol=1e-4)
+        # both kinds at once: what is left of the gradient is a positive multiple of each end that lies on its limit
+        about = np.stack([rng.normal(size=3) * 0.3, away])
+        both = np.maximum(0.5 * np.linalg.norm(about + free.reshape(2, 3), axis=1), np.linalg.norm(about, axis=1))
+        step = limited_step(hessian, gradient, [(on_shift, about[1], both[1]), (on_angle, about[0], both[0])])
+        ends, left = about + step.reshape(2, 3), (gradient - hessian @ step).reshape(2, 3)
+        for end, rest, bound in zip(ends, left, both, strict=True):
+            assert np.linalg.norm(end) <= bound * (1 + 1e-5)
+            if np.linalg.norm(end) > bound * (1 - 1e-5):
+                np.testing.assert_allclose(rest / np.linalg.norm(rest), end / bound, atol=1e-3)
+            else:
+                np.testing.assert_allclose(rest, 0.0, atol=1e-5)
 
 
 def test_select_samples(made):

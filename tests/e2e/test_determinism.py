@@ -153,7 +153,8 @@ def test_ctrl_c_and_resume(small, whole, command, start_command, tmp_path):
 
 def test_ctrl_c_while_the_workers_start(small, start_command, tmp_path):
     run = tmp_path / "run"
-    process = start_command("align", small.start, "-o", run, *options(small))
+    # so many iterations that it is not over before the signal comes, however busy this machine is
+    process = start_command("align", small.start, "-o", run, *options(small, 500))
     wait_for(lambda: (run / "events.jsonl").exists() and events(run, "started"), process)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import gemmi
@@ -12,8 +13,10 @@ import mrcfile
 import numpy as np
 import pytest
 from scipy import ndimage
+from scipy.spatial.transform import Rotation
 
 from numba_glocal.errors import GlocalError
+from numba_glocal.io import read_particles, write_particles
 from numba_glocal.settings import AlignSettings
 from numba_glocal.simulation import SimulationSettings, simulate
 
@@ -59,6 +62,31 @@ def other_halves(base, changed):
     return (column(base, "rlnRandomSubset") != column(changed, "rlnRandomSubset")).any()
 
 
+def rotations(run):
+    angles_deg = np.stack([column(run, f"rlnAngle{name}") for name in ("Rot", "Tilt", "Psi")], 1)
+    return Rotation.from_euler("ZYZ", angles_deg, degrees=True).inv()
+
+
+def started(run):
+    """The list that the base runs start from, half a turn away from that of `half_turned`."""
+    text = (run / "job.toml").read_text()
+    return Path(next(line for line in text.splitlines() if line.startswith("particles")).split('"')[1]).with_name("start.star")
+
+
+def start_turned(run):
+    """How far particles are from the orientations that `start.star` gives, degrees."""
+    block = gemmi.cif.read(str(started(run))).find_block("particles")
+    angles_deg = [[float(v) for v in row] for row in block.find(["_rlnAngleRot", "_rlnAngleTilt", "_rlnAnglePsi"])]
+    return np.rad2deg((Rotation.from_euler("ZYZ", angles_deg, degrees=True) * rotations(run)).magnitude())
+
+
+def start_moved(run):
+    """How far they are from its positions, Angstrom."""
+    block = gemmi.cif.read(str(started(run))).find_block("particles")
+    start_angst = [[float(v) for v in row] for row in block.find([f"_rlnOrigin{axis}Angst" for axis in "XYZ"])]
+    return np.linalg.norm(shifts_angst(run) - start_angst, axis=1)
+
+
 # setting -> (value, further settings of both runs, what differs between a run without and with it)
 SETTINGS = {
     "particles": (lambda t: str(t.truth), {}, other_poses),
@@ -84,6 +112,24 @@ SETTINGS = {
         # the halves' common frame moves all of a half by an Angstrom or two afterwards
         lambda base, changed: np.linalg.norm(shifts_angst(changed), axis=1).max() < 6 < 10 < np.linalg.norm(shifts_angst(base), axis=1).max(),
     ),
+    "angle_list": (
+        lambda t: str(t.angles),
+        {"iterations": 1, "global_search": True},
+        lambda base, changed: history(base)[0]["increment_deg"] < 26 < 40 < history(changed)[0]["increment_deg"],
+    ),
+    "max_angle_deg": (1.0, {}, lambda base, changed: start_turned(changed).max() < 1.01 < 3 < start_turned(base).max()),
+    # the halves' common frame moves all of a half alike, prior or not
+    "angle_prior_deg": (0.1, {}, lambda base, changed: np.ptp(start_turned(changed)) < 0.5 < 3 < np.ptp(start_turned(base))),
+    "shift_prior_angst": (
+        0.3,
+        {},
+        lambda base, changed: np.ptp(start_moved(changed)) < 0.6 < 3 < np.ptp(start_moved(base)),
+    ),
+    "relax_symmetry": (
+        "C2",
+        {"particles": "half_turned"},
+        lambda base, changed: np.median(start_turned(changed)) < 20 < 160 < np.median(start_turned(base)),
+    ),
     "symmetry": ("C2", {}, lambda base, changed: likeness_to_half_turn(changed) > 0.999 > 0.9 > likeness_to_half_turn(base)),
     "adaptive": (
         False,
@@ -97,6 +143,12 @@ SETTINGS = {
     "tilt_range_deg": ((-30.0, 50.0), {"particles": "no_weights"}, other_poses),
     "tilt_axis": ("x", {"particles": "no_weights", "tilt_range_deg": (-30.0, 50.0)}, other_poses),
     "flip_tilt": (True, {"particles": "no_weights", "tilt_range_deg": (-20.0, 60.0)}, other_poses),
+    "particle_names": (
+        "louder/p{}.mrc",
+        {"particles": "numbered"},
+        lambda base, changed: (column(base, "ngScore") != column(changed, "ngScore")).any(),
+    ),
+    "wedge_list": (lambda t: str(t.wedges), {"particles": "numbered"}, other_poses),
     "split": ("tomogram", {}, other_halves),
     "seed": (5, {"split": "particle"}, other_halves),
     "iterations": (2, {}, lambda base, changed: (len(history(base)), len(history(changed))) == (1, 2)),
@@ -152,6 +204,16 @@ def sets(tmp_path_factory):
             lines.append(line)
     lists["no_weights"] = folder / "no_weights.star"
     lists["no_weights"].write_text("\n".join(lines) + "\n")
+    # each turned by half a turn about the reference's z: (R g)^-1 = g^-1 Rz(rot) ..
+    turned = gemmi.cif.read(str(made.start))
+    for row in turned.find_block("particles").find(["_rlnAngleRot"]):
+        row[0] = f"{float(row[0]) + 180.0:.6f}"
+    lists["half_turned"] = folder / "half_turned.star"
+    turned.write_file(str(lists["half_turned"]))
+    z1, x, z2 = Rotation.random(26, random_state=4).as_euler("zxz").T
+    lists["angles"] = folder / "angles.em"
+    header = struct.pack("<4B3i", 6, 0, 0, 9, 3, 26, 1).ljust(512, b"\0")
+    lists["angles"].write_bytes(header + np.stack([z1, z2, x], axis=1).astype("<f8").tobytes())
     # ten times as loud; one that is constant
     for name in ("louder", "one_bad"):
         lists[name] = folder / f"{name}.star"
@@ -162,6 +224,17 @@ def sets(tmp_path_factory):
             file.set_data(np.array(file.data) * np.float32(10))
     with mrcfile.open(folder / "one_bad" / "particle_00003.mrc", "r+") as file:
         file.set_data(np.ones((20,) * 3, np.float32))
+    # the same by number, in STOPGAP's words, and its tilts
+    (folder / "subtomograms").mkdir()
+    for i in range(1, 13):
+        shutil.copy(folder / "subtomo" / f"particle_{i:05d}.mrc", folder / "subtomograms" / f"subtomo_{i}.mrc")
+        shutil.copy(folder / "subtomo" / f"particle_{i % 12 + 1:05d}.mrc", folder / "louder" / f"p{i}.mrc")
+    particles = read_particles(lists["no_weights"])
+    lists["numbered"], lists["wedges"] = folder / "numbered.star", folder / "wedges.star"
+    names = tuple(f"{i + 1}.mrc" for i in range(12))
+    write_particles(lists["numbered"], dataclasses.replace(particles, names=names, source=None), to="stopgap")
+    rows = "".join(f"{tomogram} {tilt}\n" for tomogram in range(1, 6) for tilt in (-30, 0, 50))
+    lists["wedges"].write_text(f"data_stopgap_wedgelist\nloop_\n_tomo_num\n_tilt_angle\n{rows}")
     return type("Sets", (), lists)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
+import gemmi
 import numpy as np
 import pytest
 from scipy.spatial.transform import Rotation
@@ -111,3 +112,15 @@ def test_average_adds_every_copy(d3_set, average_here, command, tools, tmp_path)
     assert fsc["D3"] > fsc["C1"] + 0.02
     done = command("average", made.truth, "-o", tmp_path / "bad", "--symmetry", "C0", code=2)
     assert "--symmetry: expected C1, Cn or Dn" in done.stderr and not (tmp_path / "bad").exists()
+
+
+def test_equal_modes_are_counted_as_ambiguous_only_where_they_are_not_the_symmetry(d3_set, align_here, tmp_path):
+    """Without the group a D3 object has six poses of equal likelihood: no pose is clear. With it, each is."""
+    made, _ = d3_set
+    for group, ambiguous in (("C1", 24), ("D3", 0)):
+        run = tmp_path / group
+        align_here(made.start, run, reference=str(made.reference), particle_diameter_angst=200.0, iterations=1, symmetry=group, global_search=True)
+        state = RunFolder(run).last_state()
+        assert abs(state.history[0]["ambiguous"] - ambiguous) <= 1, group
+        margins = np.array(gemmi.cif.read(str(run / "iter_001" / "particles.star")).find_block("particles").find_values("_ngModeMargin"), float)
+        assert np.sum(margins < np.log(100)) == state.history[0]["ambiguous"] and np.isfinite(margins).all()

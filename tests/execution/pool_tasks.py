@@ -162,3 +162,11 @@ def large_arrays(task):
 
 def many_bytes(count):
     return bytes(count)
+
+
+def sleep_by_gpu(task):
+    """``(number, seconds by GPU, seconds of others)``: how long this worker's GPU takes; returns the GPU."""
+    _, slow, otherwise = task
+    gpu = os.environ["CUDA_VISIBLE_DEVICES"]
+    time.sleep(slow.get(gpu, otherwise))
+    return gpu

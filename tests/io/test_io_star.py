@@ -232,7 +232,11 @@ def test_any_text_survives_writing_and_reading(tmp_path_factory, rows, pairs):
     assert {key: again.value(key) for key in pairs} == pairs
 
 
-@given(st.lists(st.lists(st.text("abc#'_\"0.d-:@[]", min_size=1, max_size=6), min_size=3, max_size=3), min_size=1, max_size=5))
+# gemmi closes a quote in front of # too: no quoting suits it where both marks stand so
+_FOR_GEMMI = st.text("abc#'_\"0.d-:@[]", min_size=1, max_size=6).filter(lambda text: not ("'#" in text and '"#' in text))
+
+
+@given(st.lists(st.lists(_FOR_GEMMI, min_size=3, max_size=3), min_size=1, max_size=5))
 def test_gemmi_reads_what_is_written(tmp_path_factory, rows):
     block = StarBlock.from_columns("b", {f"l{k}": [r[k] for r in rows] for k in range(3)})
     path = tmp_path_factory.getbasetemp() / "gemmi.star"

@@ -11,8 +11,8 @@ import pytest
 from numba_glocal.errors import SettingsError, VolumeError
 from numba_glocal.io import read_volume, write_volume
 from numba_glocal.io.mrc import mrc_bytes
-from numba_glocal.values import Volume
-from numba_glocal.wedge import half_layout, read_weight_volume, tilt_range_weights, wedge_to_tilt_range
+from numba_glocal.values import TiltRange, Volume
+from numba_glocal.wedge import half_layout, read_weight_volume, tilt_range_weights, union_weights, wedge_to_tilt_range
 
 RNG = np.random.default_rng(11)
 
@@ -50,12 +50,15 @@ def test_every_layout_gives_the_half_spectrum(tmp_path, n):
         found = read_weight_volume(_write(tmp_path / "w.mrc", data), n)
         assert found.dtype == np.float32 and found.flags.c_contiguous and found.shape == (n, n, h)
         np.testing.assert_array_equal(found, expected, err_msg=kind)
+    # field case 39, RELION 4: the sum of CTF^2, then how many images there were
+    stacked = np.concatenate([full[:, :, :h], np.full((n, n, h), 7.0)])
+    np.testing.assert_array_equal(read_weight_volume(_write(tmp_path / "w.mrc", stacked), n), expected)
 
 
 # shape in z y x, part of the message
 WRONG = {
     (6, 6, 6): "found a full volume of box 6 (6 x 6 x 6); expected weights for box 8",
-    (16, 8, 5): "found a stack of two volumes of box 8 (5 x 8 x 16; RELION 4 pseudo-subtomogram weights)",
+    (12, 6, 4): "found a stack of two volumes of box 6 (4 x 6 x 12; RELION 4 pseudo-subtomogram weights)",
     (16, 8, 8): "found a stack of two volumes of box 8",
     (6, 6, 4): "found a half volume of box 6, x reduced",
     (4, 6, 6): "found a half volume of box 6, z reduced",
@@ -226,3 +229,47 @@ def test_em_weights(tmp_path):
     assert read_volume(tmp_path / "w.em").box_size == 8
     np.testing.assert_array_equal(read_weight_volume(tmp_path / "w.em", 8), full[:, :, :5].astype(np.float32))
     np.testing.assert_array_equal(half_layout(full[:5], 8), full[:, :, :5].astype(np.float32))
+
+
+# ---- tilt ranges as lists give them
+
+
+def _rotation(axis, deg):
+    c, s = np.cos(np.deg2rad(deg)), np.sin(np.deg2rad(deg))
+    return np.array({"x": [[1, 0, 0], [0, c, -s], [0, s, c]], "z": [[c, -s, 0], [s, c, 0], [0, 0, 1]]}[axis])
+
+
+@pytest.mark.parametrize("n", [16, 17])
+@pytest.mark.parametrize("angles", [(90, 0, 0), (30, 0, 0), (20, -35, 10)])
+def test_a_turned_series_against_its_own_planes(n, angles):
+    """Every direction that a plane of a turned series holds is sampled, and those 4 degrees outside are not."""
+    z1, z2, x = angles
+    turn = _rotation("z", z2) @ _rotation("x", x) @ _rotation("z", z1)
+    weights = union_weights(n, [TiltRange(-20, 60, turn=tuple(turn.ravel()), smooth_voxels=0)])
+    kx, ky, kz = _frequencies(n)
+    k = np.stack([kx, ky, kz], -1)
+    # normal of the plane that tilt t samples: it holds the turned tilt axis and the turned direction (cos t, 0, -sin t)
+    axis = turn @ [0, 1, 0]
+    inside = (np.abs(k).max(-1) < n // 2) & (np.linalg.norm(np.cross(k, axis), axis=-1) > 3)
+    for tilts, expected in ((np.arange(-19, 59.5, 0.5), 1), (np.concatenate([np.arange(-86, -24, 0.5), np.arange(64, 90, 0.5)]), 0)):
+        marked = np.zeros(k.shape[:3], bool)
+        for t in np.deg2rad(tilts):
+            normal = np.cross(axis, turn @ [np.cos(t), 0, -np.sin(t)])
+            marked |= np.abs(k @ normal) < 0.05
+        marked &= inside
+        assert marked.sum() > 100
+        assert (weights[marked] == expected).all()
+
+
+def test_union_and_cutoff_and_flip():
+    n = 16
+    kx, ky, kz = _frequencies(n)
+    one, other = TiltRange(-60, 60, smooth_voxels=0), TiltRange(-50, 40, "x", smooth_voxels=0)
+    both = union_weights(n, [one, other])
+    np.testing.assert_array_equal(both, np.maximum(tilt_range_weights(n, -60, 60), tilt_range_weights(n, -50, 40, tilt_axis="x")))
+    cut = union_weights(n, [TiltRange(-60, 60, smooth_voxels=0, cutoff_voxels=5)])
+    np.testing.assert_array_equal(cut, np.where(kx**2 + ky**2 + kz**2 <= 25, tilt_range_weights(n, -60, 60), 0))
+    # a quarter turn about the beam is the x axis, and the plain weights to the voxel
+    quarter = union_weights(n, [TiltRange(-60, 40, turn=tuple(_rotation("z", -90).ravel()), smooth_voxels=0)])
+    np.testing.assert_array_equal(quarter, tilt_range_weights(n, -60, 40, tilt_axis="x"))
+    np.testing.assert_array_equal(union_weights(n, [TiltRange(-60, 40, flip=True, smooth_voxels=0)]), tilt_range_weights(n, -40, 60))

@@ -14,11 +14,13 @@ from ...errors import DeviceError
 from ...fourier import grid_band, max_band, padded_offset
 from ...masks import spherical_mask
 from ...noise import N_WEIGHT_BINS, WEIGHT_BIN_EDGES, ResidualPower
+from ...pose_prior import PosePrior
 from ...shifts import angst_to_voxels, voxels_to_angst
 from .. import lines
 from ..cache import ByteCache
-from ..cpu import CPUSearchSession, unpack_normal_equations
+from ..cpu import CPUSearchSession
 from ..interpolation import interpolation_curvature
+from ..newton import MAX_ANGLE_STEP_DEG, MAX_STEPS, STOP_ANGLE_DEG, STOP_SHIFT_ANGST, End, add_prior, climb, unpack_normal_equations
 from ..protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, no_candidates
 from . import gemm, kernels
 from .memory import free_bytes, halve_until_it_fits, release_unused
@@ -33,10 +35,6 @@ from .transform import SPARE_BYTES as _SPARE_BYTES
 from .transform import BandOnDevice, Transform, band_on_device
 from .weights import WeightVolumes
 
-_STOP_ANGLE_DEG = 0.02
-_STOP_SHIFT_ANGST = 0.02
-_MAX_STEPS = 8
-_MAX_ANGLE_STEP_DEG = 3.0
 _POOL_SHARE = 0.6
 _BATCH_SHARE = 0.05
 _MAX_BATCH_BYTES = 1 << 30
@@ -193,19 +191,20 @@ class CUDASearchSession:
         self._usable: NDArray[np.bool_] = np.zeros(0, bool)
         self._host: CPUSearchSession | None = None
         self._batch: ParticleBatch | None = None
+        self._prior: PosePrior | None = None
         self._pool: Pool | None = None
         self._version = 0
 
     # -- particles ---------------------------------------------------------------------------------------------------
 
-    def load(self, particles: ParticleBatch) -> list[tuple[int, str]]:
+    def load(self, particles: ParticleBatch, prior: PosePrior | None = None) -> list[tuple[int, str]]:
         """Brings to the device, masks and transforms what is not there yet; returns (index, reason) of unusable particles."""
         grid, setup = self.setup.grid, self.setup
         reach = min(max_band(self._n), -(-self._reach // 6) * 6)
         pool = self.backend.pool(grid, reach, self._unmasked)
         self._slots, self._kinds, self._usable, bad = pool.load(self.backend.store(grid), particles, self._masking, setup.particle_mask)
         self._pool, self._version = pool, pool.slots.version
-        self._batch, self._host = particles, None
+        self._batch, self._host, self._prior = particles, None, prior
         return bad
 
     def _weights(self) -> tuple[Any, int, Any, Any, Any]:
@@ -216,7 +215,7 @@ class CUDASearchSession:
         """The pool that holds the loaded particles. If another session has made room for its own since, they are brought back first."""
         assert self._pool is not None and self._batch is not None, "no particles are loaded"
         if not self.backend.is_current(self._pool) or self._pool.slots.version != self._version:
-            self.load(self._batch)
+            self.load(self._batch, self._prior)
         return self._pool
 
     # -- search ------------------------------------------------------------------------------------------------------
@@ -266,10 +265,11 @@ class CUDASearchSession:
         particles = np.flatnonzero(used.any(axis=1))
         rotations = len(level.rotations)
         per_item = 4 * (6 * band.n_pairs + 3 * rotations + 2 * len(cube.shifts_voxels))
-        room = max(1, int(self.backend.memory_bytes * _WORK_SHARE) // per_item)
+        room = min(int(used.sum()), max(1, int(self.backend.memory_bytes * _WORK_SHARE) // per_item))
         ends = np.cumsum(used[particles].sum(axis=1))  # work items up to and with each particle
         first = 0
-        while first < len(particles):
+
+        def search_next(room: int) -> int:
             before = int(ends[first - 1]) if first else 0
             last = max(first + 1, int(np.searchsorted(ends, before + room, side="right")))
             part = particles[first:last]
@@ -290,7 +290,11 @@ class CUDASearchSession:
                 entries,
                 result,
             )
-            first = last
+            return last
+
+        while first < len(particles):
+            # a part writes its results last, so that one that had no memory can be done again in smaller parts
+            first, room = halve_until_it_fits(lambda count: (search_next(count), count), room, 1, "search starts at once", self.backend.scratch.clear)
         return result
 
     def _search_part(
@@ -352,7 +356,8 @@ class CUDASearchSession:
         )
         den = scratch.array("den2", (items, rotations), np.float32)
         den_products(powers, den_weight, den, self.backend.precision == "half")
-        weighted = bool(np.isfinite(setup.max_shift_angst)) or self._unmasked
+        priors = [] if self._prior is None else [self._prior.of(int(p), self._mask_mean_square) for p in p_of]
+        weighted = bool(np.isfinite(setup.max_shift_angst)) or self._unmasked or any(prior.shift_weight > 0 for prior in priors[:1])
         if weighted:
             trial_angst = voxels_to_angst(cube.shifts_voxels, *size)
             places = start_angst[:, None] + np.einsum("wij,tj->wti", start_rotations, trial_angst)
@@ -361,6 +366,8 @@ class CUDASearchSession:
             if np.isfinite(setup.max_shift_angst):
                 away = np.linalg.norm(places - anchor_angst[p_of][:, None], axis=2)
                 bias[away > setup.max_shift_angst * (1 + 1e-6) + 1e-6] = -1e38
+            for i, prior in enumerate(priors):
+                bias[i] -= 0.5 * prior.shift_loss(places[i])  # a score is 2 num - den2
             if self._unmasked:
                 for i, p in enumerate(p_of):
                     multiplier[i] = 1.0 / self._on_host()._sigma_at(int(p), band.k_max, places[i])
@@ -404,6 +411,9 @@ class CUDASearchSession:
         kind = 0 if setup.score == "ml" else 1
         factor = np.float32(self._flcf_factor() if self._unmasked else 1.0)
         kernels.finish_scores[(-(-rotations // 128), items), 128](best, den, power, kind, factor)
+        if priors:
+            losses = np.stack([prior.angle_loss(start_rotations[i] @ level.rotations) for i, prior in enumerate(priors)])
+            kernels.take_off[(-(-rotations // 128), items), 128](best, cuda.to_device(losses.astype(np.float32)))
         first = np.searchsorted(p_of, part).astype(np.int32)
         count = np.diff(np.append(first, items)).astype(np.int32)
         chosen = cuda.device_array((len(part), level.keep), np.int32)
@@ -536,9 +546,9 @@ class CUDASearchSession:
             anchors,
             limit,
             steps,
-            math.radians(_MAX_ANGLE_STEP_DEG),
-            math.radians(_STOP_ANGLE_DEG),
-            float(angst_to_voxels(_STOP_SHIFT_ANGST, *size)),
+            math.radians(MAX_ANGLE_STEP_DEG),
+            math.radians(STOP_ANGLE_DEG),
+            float(angst_to_voxels(STOP_SHIFT_ANGST, *size)),
             sums,
             taken,
         )
@@ -547,6 +557,43 @@ class CUDASearchSession:
             voxels_to_angst(device_shifts.copy_to_host(), *size),
             sums.copy_to_host(),
             taken.copy_to_host(),
+        )
+
+    def _climb(
+        self,
+        p_of: NDArray[np.intp],
+        rotations: NDArray[np.float64],
+        shifts_angst: NDArray[np.float64],
+        anchor_angst: NDArray[np.float64],
+        steps: int,
+        cubes: Any,
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int32]]:
+        """As `_run_refine`, with the prior: steps are made here, all items at once, sums on the device."""
+        grid, n = self.setup.grid, self._n
+        unit_angst = float(voxels_to_angst(n / (2.0 * np.pi), grid.pixel_size_angst, grid.box_size, n))
+        assert self._prior is not None
+        climbers = [
+            climb(r, s, anchor_angst[p], self.setup.max_shift_angst, unit_angst, self._prior.of(int(p), self._mask_mean_square), steps)
+            for p, r, s in zip(p_of, rotations, shifts_angst, strict=True)
+        ]
+        wanted = {item: next(climber) for item, climber in enumerate(climbers)}
+        ends: dict[int, End] = {}
+        while wanted:
+            items = np.array(list(wanted))
+            at_rotations, at_shifts = (np.stack([pose[part] for pose in wanted.values()]) for part in (0, 1))
+            _, _, sums, _ = self._run_refine(p_of[items], at_rotations, at_shifts, anchor_angst, 0, cubes)
+            for item, row in zip(items.tolist(), sums, strict=True):
+                try:
+                    wanted[item] = climbers[item].send(row)
+                except StopIteration as done:
+                    ends[item] = done.value
+                    del wanted[item]
+        in_order = [ends[item] for item in range(len(climbers))]
+        return (
+            np.stack([end.rotation for end in in_order]),
+            np.stack([end.shift_angst for end in in_order]),
+            np.stack([end.sums for end in in_order]),
+            np.array([end.steps for end in in_order], np.int32),
         )
 
     def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64]) -> PoseEstimates:
@@ -569,19 +616,23 @@ class CUDASearchSession:
         p_of, s_of = np.nonzero(used)
         if not len(p_of):
             return out
-        rotations, shifts, sums, taken = self._run_refine(
-            p_of, candidates.rotations[p_of, s_of], candidates.shifts_angst[p_of, s_of], anchor_angst, _MAX_STEPS, self._loaded_pool().cubes[0]
-        )
+        starts = candidates.rotations[p_of, s_of], candidates.shifts_angst[p_of, s_of]
+        run = self._run_refine if self._prior is None else self._climb
+        rotations, shifts, sums, taken = run(p_of, *starts, anchor_angst, MAX_STEPS, self._loaded_pool().cubes[0])
         likelihood = 2.0 * sums[:, 27] - sums[:, 28]
-        order = np.lexsort((s_of, -likelihood, p_of))
+        objective = likelihood
+        if self._prior is not None:
+            loss = [self._prior.of(int(p), self._mask_mean_square).loss(r, s) for p, r, s in zip(p_of, rotations, shifts, strict=True)]
+            objective = likelihood - np.array(loss)
+        order = np.lexsort((s_of, -objective, p_of))
         winners = order[np.concatenate([[True], np.diff(p_of[order]) > 0])]
         p = p_of[winners]
         out.rotations[p], out.shifts_angst[p] = rotations[winners], shifts[winners]
         out.numerator[p], out.denominator[p] = sums[winners, 27], sums[winners, 28]
         out.log_likelihood[p] = likelihood[winners] * self._mask_mean_square
         np.add.at(out.steps, p_of, taken)
-        self._covariances(out, p, rotations[winners], sums[winners])
-        self._margins(out, order, winners, p_of, rotations, shifts, likelihood)
+        self._covariances(out, p, rotations[winners], shifts[winners], sums[winners])
+        self._margins(out, order, winners, p_of, rotations, shifts, objective)
         den = np.maximum(sums[winners, 28], 1e-30)
         if self.setup.score == "ml":
             out.scores[p] = likelihood[winners]
@@ -594,10 +645,16 @@ class CUDASearchSession:
             out.scores[p] = unmasked[:, 27] / (np.sqrt(den) * sigma) * self._flcf_factor()
         return out
 
-    def _covariances(self, out: PoseEstimates, p: NDArray[np.intp], rotations: NDArray[np.float64], sums: NDArray[np.float64]) -> None:
+    def _covariances(
+        self, out: PoseEstimates, p: NDArray[np.intp], rotations: NDArray[np.float64], shifts: NDArray[np.float64], sums: NDArray[np.float64]
+    ) -> None:
         grid, n = self.setup.grid, self._n
         unit_angst = float(voxels_to_angst(n / (2.0 * np.pi), grid.pixel_size_angst, grid.box_size, n))
-        hessians = np.array([unpack_normal_equations(row)[0] for row in sums])
+        equations = [unpack_normal_equations(row) for row in sums]
+        if self._prior is not None:
+            for i, (hessian, gradient) in enumerate(equations):
+                add_prior(hessian, gradient, self._prior.of(int(p[i]), self._mask_mean_square), rotations[i], shifts[i], unit_angst)
+        hessians = np.array([hessian for hessian, _ in equations])
         frames = np.zeros((len(p), 6, 6))
         frames[:, :3, :3], frames[:, 3:, 3:] = rotations, rotations * unit_angst
         good = np.linalg.matrix_rank(hessians, hermitian=True) == 6

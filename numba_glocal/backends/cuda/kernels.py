@@ -319,6 +319,17 @@ def finish_scores(best, den, power, kind, factor):
 
 
 @_jit
+def take_off(best, loss):
+    """Scores less a loss (w, a) float32, in place; one that is infinite leaves nothing to choose. One thread an entry."""
+    a, w = cuda.grid(1), cuda.blockIdx.y
+    if a < best.shape[1] and best[w, a] > float32(-1e37):
+        if loss[w, a] < float32(1e37):
+            best[w, a] -= loss[w, a]
+        else:
+            best[w, a] = float32(-1e38)
+
+
+@_jit
 def choose(scores, first, count, starts, rotations, min_trace, keep, kept, chosen, chosen_score):
     """Best candidates of each particle that are apart; a block a particle (`interpolation.choose`). Ties go to the lower row.
 

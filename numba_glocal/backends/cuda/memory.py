@@ -41,7 +41,7 @@ def release_unused() -> None:
         cuda.current_context().deallocations.clear()
 
 
-def halve_until_it_fits(make: Callable[[int], T], count: int, least: int, what: str) -> T:
+def halve_until_it_fits(make: Callable[[int], T], count: int, least: int, what: str, give_back: Callable[[], None] | None = None) -> T:
     """What `make(count)` makes; with half as many, and half of that, when memory runs out.
 
     Parameters
@@ -52,6 +52,8 @@ def halve_until_it_fits(make: Callable[[int], T], count: int, least: int, what: 
         Wanted, and fewest that are of use.
     what : str
         For messages, in the plural: "particles at once".
+    give_back : callable, optional
+        Called before each further attempt: memory that can be had again.
 
     Raises
     ------
@@ -69,6 +71,8 @@ def halve_until_it_fits(make: Callable[[int], T], count: int, least: int, what: 
             if count < wanted:
                 _log.warning("the GPU's memory is short: %d %s instead of %d; slower, same results", count, what, wanted)
             return made
+        if give_back is not None:
+            give_back()
         release_unused()  # outside the handler: a traceback keeps arrays alive
         if count <= least:
             raise DeviceError(f"the GPU's memory is too small: not even {least} {what}; use fewer workers a GPU, --binning, or free memory")
