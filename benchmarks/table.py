@@ -118,6 +118,8 @@ def accuracy_table(results: Measured) -> str:
             rows.append(["aligned to the true map", *cells(row, "true_map_"), "", "", ""])
         for row in _select(results, set=name, benchmark="run"):
             about = f"ours, {row['score']}" if row["program"] == "ours" else row["program"]
+            if not row.get("finished", True):
+                about += ", stopped before its end"
             lost = f"{row['share_over_15_deg']:.0%}"
             rows.append([about, *cells(row), lost, str(row["iterations"]), f"{duration(row['wall_s'])} / {duration(row['cpu_s'])}"])
             if row["program"] == "RELION":

@@ -87,6 +87,9 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @_option("--fsc-criterion", key="fsc_criterion", kind=float, text="FSC value at which the resolution is read.")
 @wedge_options
 @_option("--split", key="split", kind=click.Choice(SPLITS), text="Half-sets: as the list says, by particle, or by tomogram.")
+@_option(
+    "--keep-best", key="keep_best_percent", kind=float, text="Average this share of each half only, by score; all are aligned.", metavar="PERCENT"
+)
 @_option("--iterations", key="iterations", kind=int, text="How often to iterate.")
 @click.option(
     "--until-converged/--no-until-converged",

@@ -96,6 +96,8 @@ def choose_workers(settings: AlignSettings | AverageSettings) -> WorkerPlan:
             raise DeviceError(f"--gpus {settings.gpus}: numba-cuda is not installed; {hint}")
         gpu_ids, note_text = (), f"a GPU is there but numba-cuda is not installed, so the CPU is used ({hint})"
     if gpu_ids:
+        if isinstance(settings, AlignSettings) and settings.score == "flcf" and settings.mask is not None:
+            raise SettingsError(f"--score flcf with --mask {settings.mask}: on the CPU only; expected --gpus none, another score, or no --mask")
         reason = ""
         if settings.procs_per_gpu == "auto":
             limit = None if settings.gpu_memory_gib is None else int(settings.gpu_memory_gib * 2**30)
@@ -421,7 +423,7 @@ def _write_summary(job: Job, folder: RunFolder, command: str, result: RunResult,
             "command": command,
             "particles": settings.particles,
             "date": time.strftime("%Y-%m-%d %H:%M"),
-            "used": len(job.particles) - len(result.bad),
+            "used": sum(result.half_counts),
             "half_counts": result.half_counts,
             "criterion": settings.fsc_criterion,
             "resolution_angst": result.crossing.resolution_angst if result.crossing.shell > 0 else None,
@@ -472,6 +474,9 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
         if getattr(job.settings, "until_converged", False):
             reached = "Converged" if has_converged(state.history) else "Not converged"
             say(f"{reached} after {plural(len(state.history), 'iteration')}.")
+    if state is not None and state.included is not None:
+        text = plural(state.history[-1]["left_out"], "particle")
+        say(f"Not in the averages, by --keep-best: {text}, aligned and listed all the same (ngIncluded 0).")
     if result.bad:
         say(f"Left out: {plural(len(result.bad), 'particle')} that cannot be used, listed in the report and in log.txt.")
     legs = folder.legs()

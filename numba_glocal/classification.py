@@ -445,6 +445,7 @@ class Classification:
             shift_sigma_angst=own(aligned.shift_sigma_angst),
             log_likelihood=own(aligned.log_likelihood),
             margin=None,
+            included=None,
             bad=dict(self.passes.bad),
             classes=classes,
         )

@@ -37,7 +37,12 @@ class CommonFrame:
         self._symmetry = passes.job.settings.symmetry
 
     def averages(
-        self, name: str, poses: Poses, noise: dict[int, NoiseModel], shares: NDArray[np.float64] | None = None
+        self,
+        name: str,
+        poses: Poses,
+        noise: dict[int, NoiseModel],
+        shares: NDArray[np.float64] | None = None,
+        included: NDArray[np.bool_] | None = None,
     ) -> tuple[Poses, dict[int, WeightedSum], tuple[float, float]]:
         """Sums of both halves in one frame: each gives way by half of their relative motion, as far as their symmetry leaves it free.
 
@@ -48,7 +53,8 @@ class CommonFrame:
         poses : Poses
         noise : dict of half to NoiseModel
         shares : (n,) float64, optional
-            See `passes.Passes.sums`. The poses of all particles move, whatever their share.
+        included : (n,) bool, optional
+            See `passes.Passes.sums`. The poses of all particles move, whatever is in the averages.
 
         Returns
         -------
@@ -59,7 +65,7 @@ class CommonFrame:
         """
         job = self.passes.job
         n, pixel = job.grid.binned_box_size, job.grid.binned_pixel_size_angst
-        sums = self.passes.sums(f"{name}: averages", poses, noise, shares=shares)
+        sums = self.passes.sums(f"{name}: averages", poses, noise, shares=shares, included=included)
         if not np.any(free_motion(np.ones(3), np.ones(3), self._symmetry)):
             return poses, sums, (0.0, 0.0)
         half_maps = self.maps.half_maps(sums)
@@ -79,4 +85,4 @@ class CommonFrame:
             rotations[rows], shifts[rows] = moved.rotations, moved.shifts_angst
         assert isinstance(job.settings, AlignSettings)
         poses = within_limits(Poses(rotations, shifts), self.passes.anchors, job.settings)
-        return poses, self.passes.sums(f"{name}: averages, one frame", poses, noise, shares=shares), apart
+        return poses, self.passes.sums(f"{name}: averages, one frame", poses, noise, shares=shares, included=included), apart

@@ -178,8 +178,6 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
                 f"{named}: nothing is left to align between {size_angst / max(k_min, 1.0):.3g} A and {size_angst / k_limit:.3g} A"
                 f" in a box of {size_angst:.4g} A; expected a wider band"
             )
-        if settings.score == "flcf" and settings.mask is not None:
-            raise SettingsError("--score flcf with a --mask file is not supported yet; expected --score ml or ncc, or a spherical mask")
         if not resume:
             for path in settings.references:
                 references.append(_start_map(grid, path, settings.initial_lowpass_angst, particles.pixel_size_source))
@@ -348,11 +346,11 @@ def largest_chunk(box_size: int) -> int:
 
 
 def make_chunks(
-    particles: ParticleSet, anchors: Poses, half: int, parts: int = 8, largest: int = 128, chosen: NDArray[np.bool_] | None = None
+    particles: ParticleSet, anchors: Poses, half: int, parts: int = 8, largest: int = 128, included: NDArray[np.bool_] | None = None
 ) -> list[Chunk]:
-    """Chunks of one half-set, or of those chosen of it: a function of the list and the box alone, so that no result depends on workers."""
-    inside = particles.half == half
-    rows = np.flatnonzero(inside if chosen is None else inside & chosen).astype(np.int64)
+    """Chunks of one half-set (of those `included`): a function of list and box alone, so that no result depends on workers or their speed."""
+    wanted = particles.half == half
+    rows = np.flatnonzero(wanted if included is None else wanted & included).astype(np.int64)
     size = int(min(largest, max(8, math.ceil(len(rows) / parts))))
     chunks = []
     for first in range(0, len(rows), size):

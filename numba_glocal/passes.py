@@ -19,7 +19,7 @@ from .averaging import merge, symmetrise_sums
 from .backends.protocols import WeightedSum
 from .errors import GlocalError, plural
 from .execution.executors import gather_in_order
-from .execution.tasks import AlignTask, ClassesTask, ReferenceFile, SumResult, SumTask, run_task
+from .execution.tasks import AlignTask, Chunk, ClassesTask, ReferenceFile, SumResult, SumTask, run_task, write_reference
 from .job import Job, largest_chunk, make_chunks
 from .noise import NoiseModel, ResidualPower, fit_noise
 from .results import ClassState, RunFolder, RunState
@@ -77,6 +77,7 @@ class Passes:
         )
         self.anchors = job.particles.poses
         self.bad: dict[int, str] = {}
+        self._mask_file: ReferenceFile | None = None
 
     def results(self, title: str, tasks: list[Any]) -> Iterable[tuple[Any, Any]]:
         """Pairs of task and result, in task order."""
@@ -120,25 +121,9 @@ class Passes:
         refine: bool,
     ) -> Aligned:
         """One pass of align tasks over both halves."""
-        settings = self.job.settings
-        assert isinstance(settings, AlignSettings)
         particles = self.job.particles.with_poses(state.poses)
         tasks = [
-            AlignTask(
-                chunk,
-                self.job.reader,
-                references[half],
-                self.job.particle_mask,
-                noise[half],
-                settings.score,
-                self.job.k_min,
-                k_max,
-                math.inf if settings.max_shift_angst is None else settings.max_shift_angst,
-                plan,
-                self.job.radius_voxels,
-                refine,
-                prior_widths(settings),
-            )
+            self._align_task(chunk, references[half], noise[half], k_max, plan, refine)
             for half in HALVES
             for chunk in make_chunks(particles, self.anchors, half, largest=self.largest_chunk)
         ]
@@ -163,36 +148,50 @@ class Passes:
 
         `handicap` (c, n) is taken off the log-likelihoods before they are compared, 0 by default.
         """
-        settings = self.job.settings
-        assert isinstance(settings, AlignSettings)
-        limit = math.inf if settings.max_shift_angst is None else settings.max_shift_angst
         given = np.maximum(classes.numbers - 1, 0)
         handicap = np.zeros(classes.shares.shape) if handicap is None else handicap
         tasks = []
         for half in halves:
             files = tuple(of_class[half] for of_class in references)
             for chunk in make_chunks(self.job.particles, self.anchors, half, largest=self.largest_chunk):
-                common = AlignTask(
-                    chunk,
-                    self.job.reader,
-                    files[0],
-                    self.job.particle_mask,
-                    noise[half],
-                    settings.score,
-                    self.job.k_min,
-                    k_max,
-                    limit,
-                    plan,
-                    self.job.radius_voxels,
-                    refine,
-                    prior_widths(settings),
-                )
-                rows = chunk.rows
+                common, rows = self._align_task(chunk, files[0], noise[half], k_max, plan, refine), chunk.rows
                 tasks.append(ClassesTask(common, files, classes.rotations[:, rows], classes.shifts_angst[:, rows], given[rows], handicap[:, rows]))
         aligned = ClassesAligned(classes, self.job.grid.binned_box_size // 2 + 1)
         for task, result in self.results(title, tasks):
             aligned.take(task, result)
         return aligned
+
+    def _align_task(
+        self, chunk: Chunk, reference: ReferenceFile, noise: NoiseModel, k_max: float, plan: SearchPlan | None, refine: bool
+    ) -> AlignTask:
+        """What a chunk is compared with, and how, by the run's settings."""
+        settings = self.job.settings
+        assert isinstance(settings, AlignSettings)
+        return AlignTask(
+            chunk,
+            self.job.reader,
+            reference,
+            self.job.particle_mask,
+            noise,
+            settings.score,
+            self.job.k_min,
+            k_max,
+            math.inf if settings.max_shift_angst is None else settings.max_shift_angst,
+            plan,
+            self.job.radius_voxels,
+            refine,
+            prior_widths(settings),
+            self._local_mask(),
+        )
+
+    def _local_mask(self) -> ReferenceFile | None:
+        """A mask file's mask, where workers need it: flcf's local deviation is taken under it."""
+        settings = self.job.settings
+        if not isinstance(settings, AlignSettings) or settings.score != "flcf" or settings.mask is None:
+            return None
+        if self._mask_file is None:
+            self._mask_file = write_reference(self.folder.iteration_folder(0) / "mask.npy", self.job.mask)
+        return self._mask_file
 
     def sums(
         self,
@@ -201,19 +200,21 @@ class Passes:
         noise: dict[int, NoiseModel],
         symmetry: str | None = None,
         shares: NDArray[np.float64] | None = None,
+        included: NDArray[np.bool_] | None = None,
     ) -> dict[int, WeightedSum]:
-        """Sums of both halves at given poses, each half by itself with the run's symmetry (or the one given).
+        """Sums of both halves at given poses, each half by itself with the run's symmetry (or the one given); of all or those `included`.
 
         With shares (n,) a particle counts as much as that; those with nothing are not looked at.
         """
         particles = self.job.particles.with_poses(poses)
         turns, grid_turns = grid_factors(symmetry or self.job.settings.symmetry)
-        chosen = None if shares is None else shares > 0
+        if shares is not None:
+            included = shares > 0 if included is None else included & (shares > 0)
         partial = shares if shares is not None and np.any(shares[shares > 0] != 1.0) else None
         tasks = [
             SumTask(chunk, self.job.reader, noise[half], turns if len(turns) > 1 else None, None if partial is None else partial[chunk.rows])
             for half in HALVES
-            for chunk in make_chunks(particles, self.anchors, half, self._sum_parts, self._sum_chunk, chosen)
+            for chunk in make_chunks(particles, self.anchors, half, self._sum_parts, self._sum_chunk, included)
         ]
         totals: dict[int, WeightedSum] = {}
         for task, result in self.results(title, tasks):

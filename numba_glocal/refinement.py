@@ -15,7 +15,7 @@ import numpy as np
 
 from .classification import Classification
 from .common_frame import CommonFrame
-from .errors import SettingsError
+from .errors import SettingsError, plural
 from .execution.pinning import usable_cores
 from .execution.tasks import AlignTask
 from .file_writer import FileWriter
@@ -27,7 +27,7 @@ from .passes import HALVES, Passes, Stage
 from .reference_maps import ReferenceMaps
 from .resolution import Crossing
 from .results import RunFolder, RunResult, RunState, finite_or_none
-from .schedule import adapt, first_increment_deg, has_converged, has_settled, last_iteration, search_plan
+from .schedule import adapt, best_of_each_half, first_increment_deg, has_converged, has_settled, last_iteration, search_plan
 from .settings import AlignSettings, AverageSettings
 from .start import NOTHING, Start, symmetry_doubts
 from .symmetry import angle_modulo_deg
@@ -107,7 +107,8 @@ class Refinement:
         if number <= _REFITS:
             aligned = self.passes.align(f"{name}: refine", aligned.state, references, noise, state.k_max, None, True)
             noise = self.passes.fit_noise(aligned.residuals, state.k_max)
-        poses, sums, apart = self.frame.averages(name, aligned.state.poses, noise)
+        included = best_of_each_half(aligned.state.scores, self.job.particles.half, settings.keep_best_percent)
+        poses, sums, apart = self.frame.averages(name, aligned.state.poses, noise, included=included)
         half_maps = self.maps.half_maps(sums)
         fsc = self.maps.fsc(half_maps)
         crossing = self.maps.crossing(fsc)
@@ -119,7 +120,8 @@ class Refinement:
         folder.mkdir(parents=True, exist_ok=True)
         half_counts = sums[1].n_particles, sums[2].n_particles
         with FileWriter() as writer:  # all are there before the state is written
-            writer.write(self.folder.write_particles, folder, self.job.particles, replace(aligned.state, poses=poses, bad=dict(self.passes.bad)))
+            listed = replace(aligned.state, poses=poses, bad=dict(self.passes.bad), included=included)
+            writer.write(self.folder.write_particles, folder, self.job.particles, listed)
             writer.write(self.folder.write_maps, folder, half_maps, fsc, settings.fsc_criterion)
             self.maps.write_references(folder, sums, fsc, writer)
             average = Volume(self.maps.average(sums), fsc.pixel_size_angst)
@@ -135,6 +137,7 @@ class Refinement:
             "angle_sigma_deg": float(np.median(aligned.state.angle_sigma_deg[good])),
             "shift_sigma_angst": float(np.median(aligned.state.shift_sigma_angst[good])),
             "ambiguous": int(np.sum(margin < _CLEAR_ODDS)),
+            "left_out": None if included is None else int(np.sum(good & ~included)),
         }
         record["settled"] = has_settled(record, state.history)
         next_state = replace(
@@ -145,6 +148,7 @@ class Refinement:
             history=[*state.history, record],
             bad=dict(self.passes.bad),
             scale=state.scale,
+            included=included,
         )
         if settings.adaptive:
             modulo = settings.symmetry if settings.relax_symmetry is None else settings.relax_symmetry  # another copy needs no wider search
@@ -169,6 +173,12 @@ class Refinement:
             "/".join(f"{noise[h].gamma:g}" for h in HALVES),
             record["seconds"],
         )
+        if included is not None:
+            least = " and ".join(f"{aligned.state.scores[included & (self.job.particles.half == half)].min():.4g}" for half in HALVES)
+            _log.info(
+                "iteration %d: %s left out of the averages (--keep-best %g): scores below %s in the half-sets",
+                *(number, plural(int(np.sum(good & ~included)), "particle"), settings.keep_best_percent, least),
+            )
         return next_state, RunResult(fsc, crossing, dict(self.passes.bad), half_counts)
 
     def _doubts(self, crossing: Crossing) -> list[str]:
@@ -195,7 +205,8 @@ class Refinement:
             return self.classes.stored_result(state)
         folder = self.folder.iteration_folder(state.iteration)
         fsc = self.maps.fsc((read_volume(folder / "half1.mrc").data, read_volume(folder / "half2.mrc").data))
-        used = np.delete(self.job.particles.half, list(state.bad))
+        used = self.job.particles.half if state.included is None else np.where(state.included, self.job.particles.half, 0)
+        used = np.delete(used, list(state.bad))
         return RunResult(fsc, self.maps.crossing(fsc), dict(state.bad), (int((used == 1).sum()), int((used == 2).sum())))
 
     def finish(self, result: RunResult) -> RunState:

@@ -52,6 +52,8 @@ class IterationSummary:
         Poses moved by little of that, and the resolution was no better than before.
     ambiguous : int or None
         Particles with another mode in what was searched, at odds of more than 1 to 100.
+    left_out : int or None
+        Particles that were aligned but are not in the averages, by --keep-best.
     seconds : float or None
         Wall time.
     class_change : float or None
@@ -71,6 +73,7 @@ class IterationSummary:
     shift_sigma_angst: float | None = None
     settled: bool = False
     ambiguous: int | None = None
+    left_out: int | None = None
     class_change: float | None = None
     classes: Sequence[Mapping[str, Any]] = ()
 
@@ -281,7 +284,10 @@ def summarise(data: ReportData) -> str:
             sentences.append(f"In the last iteration {100 * change:.1f} % of the particles changed their class.")
     if data.particle_count is not None:
         halves = f", {data.half_counts[0]} and {data.half_counts[1]} in the two half-sets" if data.half_counts else ""
-        sentences.append(f"{'They hold' if data.classes else 'It holds'} {_plural(data.particle_count, 'particle', 'particles')}{halves}.")
+        left_out = data.iterations[-1].left_out if data.iterations else None
+        more = f"; {_plural(left_out, 'more was', 'more were')} aligned and left out by score" if left_out else ""
+        holds = "They hold" if data.classes else "It holds"
+        sentences.append(f"{holds} {_plural(data.particle_count, 'particle', 'particles')}{halves}{more}.")
     if data.symmetry != "C1":
         had = ""
         if data.symmetry_agreement is not None:
@@ -374,6 +380,7 @@ def _iteration_table(iterations: Sequence[IterationSummary]) -> tuple[list[str],
         ("angle sigma", lambda i: i.angle_sigma_deg, lambda v: f"{v:.2f}\u00b0"),
         ("shift sigma", lambda i: i.shift_sigma_angst, lambda v: f"{v:.2f} \u00c5"),
         ("ambiguous", lambda i: i.ambiguous, str),
+        ("left out", lambda i: i.left_out, str),
         ("changed class", lambda i: i.class_change, lambda v: f"{100 * v:.1f} %"),
         ("classes", lambda i: i.classes or None, lambda v: " / ".join(f"{100 * c['share']:.0f} %" for c in v)),
         ("time", lambda i: i.seconds, _duration),

@@ -130,6 +130,8 @@ class RunState:
         Of the start map; see `symmetry.symmetry_agreement`.
     margin : (n,) float64 or None
         Log-likelihood above the best other mode of the last search, at most `passes.NO_OTHER_MODE`; None before the first.
+    included : (n,) bool or None
+        Which particles the averages are made of; None: all that can be used.
     classes : ClassState or None
         Where there are several; `poses` and all else per particle are then those of its class.
     """
@@ -148,6 +150,7 @@ class RunState:
     scale: float = 1.0
     symmetry_agreement: tuple[float, float] | None = None
     margin: NDArray[np.float64] | None = None
+    included: NDArray[np.bool_] | None = None
     classes: ClassState | None = None
 
 
@@ -457,6 +460,9 @@ class RunFolder:
             columns["ngModeMargin"] = state.margin, 0.0
         # what a run knows nothing of (`average` scores nothing) stays as the list has it
         known = {name: np.where(np.isfinite(values), values, worst) for name, (values, worst) in columns.items() if np.isfinite(values).any()}
+        included = np.ones(len(particles), np.int64) if state.included is None else state.included.astype(np.int64)
+        included[list(state.bad)] = 0
+        known["ngIncluded"] = included  # of every list, so that none keeps what an earlier run had left out
         particles = particles.with_poses(state.poses)
         if state.classes is not None:
             margins = state.classes.margins
@@ -514,6 +520,7 @@ class RunFolder:
                 shift_sigma_angst=state.shift_sigma_angst,
                 log_likelihood=state.log_likelihood,
                 margin=np.full(len(state.scores), np.nan) if state.margin is None else state.margin,
+                included=np.ones(0, bool) if state.included is None else state.included,
                 facts=np.array(
                     json.dumps(
                         {
@@ -561,6 +568,7 @@ class RunFolder:
                 facts["scale"],
                 tuple(facts["symmetry_agreement"]) if facts.get("symmetry_agreement") else None,
                 stored["margin"],
+                stored["included"] if len(stored["included"]) else None,
                 ClassState(*(stored[f"class_{name}"] for name in _CLASS_ARRAYS)) if "class_shares" in stored else None,
             )
 

@@ -69,6 +69,26 @@ def prior_widths(settings: AlignSettings) -> PriorWidths:
     )
 
 
+def best_of_each_half(scores: NDArray[np.float64], half: NDArray[np.integer[Any]], percent: float | None) -> NDArray[np.bool_] | None:
+    """Which particles averages are made of: the best `percent` of each half, at least two; None for all.
+
+    Parameters
+    ----------
+    scores : (n,) float64
+        NaN for particles that cannot be used; they do not count.
+    half : (n,) int
+    percent : float or None
+    """
+    if percent is None:
+        return None
+    included = np.zeros(len(scores), bool)
+    for number in (1, 2):
+        rows = np.flatnonzero((half == number) & np.isfinite(scores))
+        wanted = max(2, math.ceil(len(rows) * percent / 100.0 - 1e-9))
+        included[rows[np.argsort(-scores[rows], kind="stable")[:wanted]]] = True
+    return included
+
+
 def within_limits(poses: Poses, anchors: Poses, settings: AlignSettings) -> Poses:
     """Poses brought back to the hard limits: they hold for what the halves' common frame moves too."""
     rotations, shifts = poses.rotations, poses.shifts_angst

@@ -104,6 +104,8 @@ class AlignSettings:
         Tilts of the tomograms, for motive lists.
     split : str
         Half-sets: "file", "particle" or "tomogram".
+    keep_best_percent : float or None
+        Share of each half, by score, that averages are made of; the others are aligned and listed all the same.
     iterations : int
         At most, with `until_converged`.
     until_converged : bool
@@ -158,6 +160,7 @@ class AlignSettings:
     particle_names: str | None = None
     wedge_list: str | None = None
     split: str = "file"
+    keep_best_percent: float | None = None
     iterations: int = 4
     until_converged: bool = False
     seed: int = 0
@@ -220,6 +223,8 @@ class AlignSettings:
                 "--global: orientations are taken as unknown, so there is no average to start from; expected a start map (--reference),"
                 " such as the average.mrc of `numba-glocal average` where the list's poses are good for one"
             )
+        if self.keep_best_percent is not None and not 0 < self.keep_best_percent <= 100:
+            raise SettingsError(f"--keep-best: expected more than 0 and at most 100 percent, found {self.keep_best_percent:g}")
         if self.iterations < 1:
             raise SettingsError(f"--iterations: expected 1 or more, found {self.iterations}")
         if self.seed < 0:
@@ -259,6 +264,8 @@ class AlignSettings:
                 raise SettingsError(f"--reference {twice[0]} is given twice: two classes with one start map stay alike; expected different maps")
         if not 1 <= self.classes <= MOST_CLASSES:
             raise SettingsError(f"--classes: expected 1 to {MOST_CLASSES}, found {self.classes}")
+        if self.classes > 1 and self.keep_best_percent is not None:
+            raise SettingsError("--keep-best: of several classes all particles are used; expected one class, or no --keep-best")
         if self.classes == 1 and self.class_assignment != "hard":
             raise SettingsError(f"--class-assignment {self.class_assignment}: there is one class; expected --classes or several --reference")
         if self.class_assignment == "soft" and self.score != "ml":

@@ -174,11 +174,11 @@ class ParticleSet:
     ----------
     names : tuple of str
         Particle volumes as the list names them, kept byte for byte.
-    volume_paths : tuple of Path
+    volume_paths : sequence of Path
         Where those volumes were found.
-    weight_paths : tuple of (Path, tuple of TiltRange, or None)
+    weight_paths : sequence of (Path, tuple of TiltRange, or None)
         Wedge, CTF or CTF^2 volume of each particle (``rlnCtfImage``), or its tilts where the list gives a wedge by angles; None
-        when the list has neither.
+        when the list has neither. A tuple where any is given by tilts.
     poses : Poses
         Current poses.
     half : (n,) int8
@@ -214,8 +214,8 @@ class ParticleSet:
     """
 
     names: tuple[str, ...]
-    volume_paths: tuple[Path, ...]
-    weight_paths: tuple[Weight | None, ...]
+    volume_paths: Sequence[Path]
+    weight_paths: Sequence[Weight | None]
     poses: Poses
     half: NDArray[np.int8]
     tomograms: tuple[str, ...]
@@ -236,13 +236,23 @@ class ParticleSet:
         return len(self.names)
 
     @property
+    def wedges(self) -> dict[tuple[TiltRange, ...], list[int]]:
+        """Wedges that the list gives by tilts, and the rows of each; empty where it names volumes only."""
+        rows: dict[tuple[TiltRange, ...], list[int]] = {}
+        if isinstance(self.weight_paths, tuple):  # other sequences make a path when it is asked for, and hold nothing else
+            for row, weight in enumerate(self.weight_paths):
+                if isinstance(weight, tuple):
+                    rows.setdefault(weight, []).append(row)
+        return rows
+
+    @property
     def tilt_ranges_deg(self) -> FloatArray | None:
         """(n, 2) lowest and highest tilt about y of particles whose list gives a wedge by such angles, ``nan`` for others; None without any."""
         ranges = np.full((len(self), 2), np.nan)
-        for row, weight in enumerate(self.weight_paths):
-            if isinstance(weight, tuple) and len(weight) == 1 and weight[0].tilt_axis == "y" and weight[0].turn is None:
-                low, high = weight[0].tilt_min_deg, weight[0].tilt_max_deg
-                ranges[row] = (-high, -low) if weight[0].flip else (low, high)
+        for wedge, rows in self.wedges.items():
+            if len(wedge) == 1 and wedge[0].tilt_axis == "y" and wedge[0].turn is None:
+                low, high = wedge[0].tilt_min_deg, wedge[0].tilt_max_deg
+                ranges[rows] = (-high, -low) if wedge[0].flip else (low, high)
         return None if np.isnan(ranges).all() else ranges
 
     def shifts_voxels(self) -> FloatArray:

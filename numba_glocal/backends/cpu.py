@@ -41,6 +41,7 @@ from .protocols import (
     WeightedSum,
     no_candidates,
 )
+from .turned_mask import TurnedMask
 
 _SCALE = np.float32(PAD)
 _COLUMN_GROUP_BYTES = 64 << 20
@@ -134,7 +135,9 @@ class CPUSearchSession:
         self._inverse_tables = {signed: setup.noise.inverse_table(signed) for signed in (False, True)}
         self._mask = spherical_mask(self._n, setup.particle_mask.radius_voxels, setup.particle_mask.soft_edge_voxels)
         self._mask_mean_square = float((self._mask.astype(np.float64) ** 2).mean())
+        self._local_mask = TurnedMask(setup.local_mask) if setup.score == "flcf" and setup.local_mask is not None else None
         self._templates_cache = ByteCache(_TEMPLATE_CACHE_BYTES)
+        self._local_spectra: dict[tuple[int, float], NDArray[np.complex64]] = {}
         self._sigma_maps: dict[tuple[int, float], NDArray[np.float32]] = {}
         self._powers: dict[tuple[int, float], float] = {}
         self._particles: list[_Particle | None] = []
@@ -236,6 +239,8 @@ class CPUSearchSession:
         scores = np.full((len(work), len(level.rotations)), -np.inf)
         shift_rows = np.zeros((len(work), len(level.rotations)), np.int32)
         group = max(16, min(512, _COLUMN_GROUP_BYTES // (band.n_pairs * 24)))
+        if self._local_mask is not None:  # a deviation for each rotation and shift
+            group = max(1, min(group, _COLUMN_GROUP_BYTES // (4 * len(cube.inside) * (len(level.rotations) + lines.LANES))))
         for first in range(0, len(work), group):
             part = slice(first, min(first + group, len(work)))
             self._score(work[part], starts, anchor_angst, band, cube, templates, powers, level.rotations, scores[part], shift_rows[part])
@@ -258,7 +263,11 @@ class CPUSearchSession:
         count = len(work)
         columns = np.empty((count, 4 * band.n_pairs), np.float32)
         den_weight = np.empty((count, 2 * band.n_pairs), np.float32)
-        multiplier = np.ones((count, len(cube.inside)), np.float32)
+        blocks = -(-len(level_rotations) // lines.LANES)
+        if self._local_mask is None:
+            multiplier = np.ones((count, len(cube.inside)), np.float32)
+        else:
+            multiplier = np.zeros((blocks, count, len(cube.inside), lines.LANES), np.float32)
         bias = np.zeros((count, len(cube.inside)), np.float32)
         trial_angst = voxels_to_angst(cube.shifts_voxels[cube.inside], grid.pixel_size_angst, grid.box_size, n)
         top = int(math.floor(band.k_max + 1e-6))
@@ -291,7 +300,12 @@ class CPUSearchSession:
             if np.isfinite(setup.max_shift_angst):
                 outside = np.linalg.norm(places_angst - anchor_angst[p], axis=1) > setup.max_shift_angst * (1 + 1e-6) + 1e-6
                 bias[i, outside] = -np.inf
-            if setup.score == "flcf":
+            if self._local_mask is not None:
+                inverse = 1.0 / self._sigma_turned(p, band.k_max, rotation @ level_rotations, places_angst)
+                for block in range(blocks):
+                    lanes = inverse[block * lines.LANES : (block + 1) * lines.LANES]
+                    multiplier[block, i, :, : len(lanes)] = lanes.T
+            elif setup.score == "flcf":
                 multiplier[i] = 1.0 / self._sigma_at(p, band.k_max, places_angst)
             if self._prior is not None:
                 bias[i] -= 0.5 * self._prior_of(p).shift_loss(places_angst)  # a score is 2 num - den2
@@ -303,7 +317,8 @@ class CPUSearchSession:
         best = np.empty((tile, lines.LANES), np.float32)
         best_row = np.empty((tile, lines.LANES), np.int32)
         rotations = len(powers)
-        for block in range(-(-rotations // lines.LANES)):
+        for block in range(blocks):
+            factors = multiplier if self._local_mask is None else multiplier[block]
             a0 = block * lines.LANES
             a1 = min(rotations, a0 + lines.LANES)
             for p0 in range(0, count, tile):
@@ -318,7 +333,7 @@ class CPUSearchSession:
                     coefficients,
                     steps,
                     cube.inside,
-                    multiplier[p0:p1],
+                    factors[p0:p1],
                     bias[p0:p1],
                     scratch,
                     best[: p1 - p0],
@@ -403,13 +418,11 @@ class CPUSearchSession:
         return found
 
     def _flcf_factor(self) -> float:
-        return math.sqrt(2.0 / (self._n**3 * float(self._mask.sum(dtype=np.float64))))
+        total = self._local_mask.total if self._local_mask is not None else float(self._mask.sum(dtype=np.float64))
+        return math.sqrt(2.0 / (self._n**3 * total))
 
-    def _sigma_map(self, p: int, k_max: float) -> NDArray[np.float32]:
-        """Standard deviation of the w-filtered, unmasked particle under the mask moved by every whole-voxel shift."""
-        found = self._sigma_maps.get((p, k_max))
-        if found is not None:
-            return found
+    def _filtered(self, p: int, k_max: float) -> NDArray[np.float32]:
+        """The unmasked particle, filtered to the band and by the square root of w."""
         particle = self._particles[p]
         assert particle is not None and particle.grid_unmasked is not None
         n = self._n
@@ -424,7 +437,24 @@ class CPUSearchSession:
         mirrored = np.roll(whole[::-1, ::-1, 0], (1, 1), (0, 1))  # the other halves of Friedel pairs on kx = 0
         whole[:, :, 0] |= mirrored
         whole &= particle.weight != 0
-        x = centred_irfftn((particle.grid_unmasked * amplitude * whole).astype(np.complex64), n)
+        return centred_irfftn((particle.grid_unmasked * amplitude * whole).astype(np.complex64), n)
+
+    def _sigma_turned(self, p: int, k_max: float, rotations: NDArray[np.float64], places_angst: NDArray[np.float64]) -> NDArray[np.float32]:
+        """sigma under the reference's mask at every rotation (a, 3, 3) and shift (t, 3): (a, t)."""
+        assert self._local_mask is not None
+        spectra = self._local_spectra.get((p, k_max))
+        if spectra is None:
+            spectra = self._local_spectra[(p, k_max)] = self._local_mask.spectra(self._filtered(p, k_max))
+        grid = self.setup.grid
+        return self._local_mask.deviations(spectra, rotations, angst_to_voxels(places_angst, grid.pixel_size_angst, grid.box_size, self._n))
+
+    def _sigma_map(self, p: int, k_max: float) -> NDArray[np.float32]:
+        """Standard deviation of the w-filtered, unmasked particle under the sphere moved by every whole-voxel shift."""
+        found = self._sigma_maps.get((p, k_max))
+        if found is not None:
+            return found
+        n = self._n
+        x = self._filtered(p, k_max)
         mask = centred_rfftn(self._mask)
         count = float(self._mask.sum(dtype=np.float64))
 
@@ -586,7 +616,10 @@ class CPUSearchSession:
             inside &= particle.weight.ravel()[particle.band.index] != 0
             unmasked = particle.grid_unmasked.ravel()[particle.band.index[inside]]
             num = self._sums((samples[0], np.ascontiguousarray(unmasked), *samples[2:]), rotation, shift_angst)[27]
-            sigma = float(self._sigma_at(p, k_max, shift_angst[None])[0])
+            if self._local_mask is None:
+                sigma = float(self._sigma_at(p, k_max, shift_angst[None])[0])
+            else:
+                sigma = float(self._sigma_turned(p, k_max, rotation[None], shift_angst[None])[0, 0])
             out.scores[p] = num / (math.sqrt(den) * sigma) * self._flcf_factor()
 
     # -- residuals ---------------------------------------------------------------------------------------------------
@@ -638,7 +671,7 @@ class CPUSearchSession:
     def unload(self) -> None:
         """Lets go of the loaded particles; the cache keeps what its budget allows."""
         self._particles = []
-        self._sigma_maps = {}
+        self._sigma_maps, self._local_spectra = {}, {}
         self._powers = {}
 
     def close(self) -> None:

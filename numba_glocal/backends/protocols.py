@@ -71,6 +71,8 @@ class SearchSetup:
         Band limits in 1 / box; levels may use less.
     max_shift_angst : float
         Hard limit of the distance from the anchor, at every level and in the refinement; inf for none.
+    local_mask : (n, n, n) float32, optional
+        What flcf takes the local deviation under, turned and moved with the reference; by default the particles' sphere, only moved.
     """
 
     grid: Grid
@@ -81,6 +83,7 @@ class SearchSetup:
     k_min: float = 0.0
     k_max: float = 0.0
     max_shift_angst: float = float("inf")
+    local_mask: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ about 24 voxels.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,6 +160,7 @@ class ReferenceSearchSession:
         mask = setup.particle_mask
         self._mask = sphere(self._n, mask.radius_voxels, mask.soft_edge_voxels)
         self._mask_mean_square = float(np.mean(self._mask**2))
+        self._local_mask = self._mask if setup.local_mask is None else np.asarray(setup.local_mask, np.float64)
         self._particles: list[_Particle | None] = []
         self._prior: PosePrior | None = None
 
@@ -202,30 +204,42 @@ class ReferenceSearchSession:
 
     # -- scores ------------------------------------------------------------------------------------------------------
 
-    def _normalised(self, p: int, samples: _Samples, num: Float, den: Any, places_angst: Float, k_max: float) -> Float:
-        """Scores of ``num`` (.., t) at shifts (t, 3)."""
+    def _normalised(self, p: int, samples: _Samples, num: Float, den: Any, rotations: Float, places_angst: Float, k_max: float) -> Float:
+        """Scores of ``num`` (a, t) at rotations (a, 3, 3) and shifts (t, 3)."""
         if self.setup.score == "ml":
             return 2.0 * num - den
         if self.setup.score == "ncc":
             return num / np.sqrt(den * (samples.inverse_variance * np.abs(samples.data) ** 2).sum())
-        sigma = self._sigma(p, places_angst, k_max)
-        return num / (np.sqrt(den) * sigma) * math.sqrt(2.0 / (self._n**3 * self._mask.sum()))
+        sigma = self._sigma(p, rotations, places_angst, k_max)
+        return num / (np.sqrt(den) * sigma) * math.sqrt(2.0 / (self._n**3 * self._local_mask.sum()))
 
-    def _sigma(self, p: int, places_angst: Float, k_max: float) -> Float:
-        """Standard deviation of the filtered unmasked particle under the mask moved to each place (t, 3)."""
+    def _moved_masks(self, rotation: Float, shifts_voxels: Float) -> Iterator[Float]:
+        """The mask of the local deviation, turned, at each shift (t, 3): m(R^-1 (x - s)), periodic."""
+        mask, n = self.setup.particle_mask, self._n
+        turned = rotation[::-1, ::-1].T  # R^-1, acting on (z, y, x)
+        centre = np.full(3, n // 2)
+        for shift in shifts_voxels:
+            if self.setup.local_mask is None:
+                yield sphere(n, mask.radius_voxels, mask.soft_edge_voxels, shift)
+            else:
+                yield ndimage.affine_transform(self._local_mask, turned, centre - turned @ (centre + shift[::-1]), order=3, mode="grid-wrap")
+
+    def _sigma(self, p: int, rotations: Float, places_angst: Float, k_max: float) -> Float:
+        """Standard deviation of the filtered unmasked particle under the mask at each pose; (1, t) for a sphere, which no rotation changes."""
         particle = self._particles[p]
         assert particle is not None
-        n, mask = self._n, self.setup.particle_mask
+        n = self._n
         k = _frequencies(n)
         radius = np.linalg.norm(k, axis=-1)
         band = (radius <= k_max + 1e-6) & (radius >= max(self.setup.k_min - 1e-6, 0.5)) & (np.abs(k).max(-1) < n / 2) & (particle.weight != 0)
         w = _inverse_variance(self.setup.noise, particle.weight, np.rint(radius).astype(np.int64))
         x = _volume(_half_spectrum(particle.volume) * np.sqrt(w) * band, n)
-        out = np.empty(len(places_angst))
-        for i, place in enumerate(places_angst / self._voxel_angst):
-            moved = sphere(n, mask.radius_voxels, mask.soft_edge_voxels, place)
-            mean = (moved * x).sum() / moved.sum()
-            out[i] = math.sqrt((moved * x * x).sum() / moved.sum() - mean**2)
+        turns = rotations[:1] if self.setup.local_mask is None else rotations
+        out = np.empty((len(turns), len(places_angst)))
+        for row, rotation in enumerate(turns):
+            for i, moved in enumerate(self._moved_masks(rotation, places_angst / self._voxel_angst)):
+                mean = (moved * x).sum() / moved.sum()
+                out[row, i] = math.sqrt((moved * x * x).sum() / moved.sum() - mean**2)
         return out
 
     def _data(self, samples: _Samples) -> Complex:
@@ -271,7 +285,7 @@ class ReferenceSearchSession:
         wc = samples.inverse_variance * samples.weight
         num = (np.conj(models) @ ((wc * self._data(samples))[:, None] * self._phase(samples, places))).real
         den = (wc * samples.weight * np.abs(models) ** 2).sum(1)[:, None]
-        scores = self._normalised(p, samples, num, den, places, k_max)
+        scores = self._normalised(p, samples, num, den, rotations, places, k_max)
         if self._prior is not None:
             from_prior = np.stack([np.linalg.norm(self._turn_from_prior(p, r)) for r in rotations])
             widths = self._prior.widths
@@ -337,7 +351,7 @@ class ReferenceSearchSession:
                 precision += np.diag(deviations**-2.0)
             out.covariances[p] = np.linalg.inv(precision)
             wanted = num if self.setup.score != "flcf" else self.sums(samples, samples.unmasked, rotation, shift)[0]
-            out.scores[p] = self._normalised(p, samples, np.array([wanted]), den, shift[None], k_max)[0]
+            out.scores[p] = np.ravel(self._normalised(p, samples, np.array([[wanted]]), den, rotation[None], shift[None], k_max))[0]
             for other in ends[1:]:
                 angle_deg = np.rad2deg(Rotation.from_matrix(rotation.T @ other[1]).magnitude())
                 if angle_deg > 1.0 or np.linalg.norm(other[2] - shift) > self._voxel_angst:

@@ -76,7 +76,7 @@ class ReferenceFile:
 
 @dataclass(frozen=True, slots=True)
 class AlignTask:
-    """Search, refine and measure residuals for one chunk."""
+    """Search, refine and measure residuals for one chunk; `local_mask` is a mask file's, for flcf."""
 
     chunk: Chunk
     reader: ParticleReader
@@ -91,6 +91,7 @@ class AlignTask:
     radius_voxels: float
     refine: bool
     prior: PriorWidths = PriorWidths()
+    local_mask: ReferenceFile | None = None
 
     @property
     def affinity(self) -> tuple[str, ...]:
@@ -185,7 +186,7 @@ class WorkerState:
         """The session of a task's setup, opened on first sight; the last two are kept."""
         noise = task.noise
         text = repr((task.reader.grid, task.reference.digest, task.reference.scale, task.particle_mask, task.score, task.k_min, task.k_max))
-        text += repr((task.max_shift_angst, noise.gamma, noise.epsilon))
+        text += repr((task.max_shift_angst, noise.gamma, noise.epsilon, task.local_mask and task.local_mask.digest))
         key = hashlib.blake2b(text.encode() + noise.sigma2.tobytes(), digest_size=16).digest()
         session = self.sessions.get(key)
         if session is None:
@@ -201,6 +202,7 @@ class WorkerState:
                     task.k_min,
                     task.k_max,
                     task.max_shift_angst,
+                    None if task.local_mask is None else task.local_mask.read(),
                 )
             )
             self.sessions[key] = session

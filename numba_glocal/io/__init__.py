@@ -215,16 +215,15 @@ def left_behind(particles: ParticleSet, target: ListFormat) -> list[str]:
     """What `particles` carry and a list of the format `target` cannot hold, as words for a message."""
     if getattr(particles.source, "format_key", None) == target.key:
         return []
-    weights = dict.fromkeys(particles.weight_paths)
     there = {
         "tomograms": any(particles.tomograms),
         "coordinates": particles.coordinates is not None,
         "half": bool(particles.half.any()),
         "classes": particles.classes is not None,
         "scores": particles.scores is not None and bool(np.isfinite(particles.scores).any()),
-        "weights": any(isinstance(weight, Path) for weight in weights),
+        "weights": any(isinstance(weight, Path) for weight in particles.weight_paths),
         "tilt_ranges": particles.tilt_ranges_deg is not None,
-        "tilt_series": any(isinstance(weight, tuple) and (len(weight) > 1 or weight[0].tilt_axis != "y" or weight[0].turn) for weight in weights),
+        "tilt_series": any(len(wedge) > 1 or wedge[0].tilt_axis != "y" or wedge[0].turn is not None for wedge in particles.wedges),
         "pixel_size": bool(np.isfinite(particles.pixel_size_angst)),
         "volume_axes": particles.volume_axes is not None,
         "stacks": particles.stacks is not None,

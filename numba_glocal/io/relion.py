@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, ListError, NoAnglesWarning
 from ..geometry import matrix_to_relion, relion_to_matrix
-from ..values import IntArray, ParticleSet, Poses, TiltRange, turned_back
-from .paths import VolumeFinder, find_volumes
+from ..values import IntArray, ParticleSet, Poses, TiltRange, Weight, turned_back
+from .paths import PlacedFiles, VolumeFinder, find_volumes, opened_name
 from .pixel_size import resolve_pixel_size
 from .relion_tomo import (
     CENTRED,
@@ -179,18 +179,25 @@ def read_relion_particles(
     sizes, list_source = _list_pixel_sizes(block, optics, groups, require_volumes)
     list_pixel_size = None if sizes is None else float(sizes[0])
     list_box_size = _list_box_size(optics, groups, require_volumes)
-    weight_names = _weight_names(block)
-
     finder = VolumeFinder(path, root)
+    volume_paths: Sequence[Path]
+    weight_paths: Sequence[Weight | None]
     if require_volumes:
         found = find_volumes(names, finder, path, "particle stack" if stacked else "particle volume")
-        found_weights = find_volumes([name for name in weight_names if name], finder, path, "weight volume")
+        volume_paths = tuple(found[name] for name in names)
+        weight_names = _weight_names(block)
+        found = find_volumes([name for name in weight_names if name], finder, path, "weight volume")
+        weight_paths = tuple(found[name] if name else None for name in weight_names)
+        _refuse_duplicates(block, names, [os.path.normpath(volume) for volume in volume_paths])
     else:
         finder.find(names[0])
-        found = {name: finder.place(name) for name in dict.fromkeys(names)}
-        found_weights = {name: finder.place(name) for name in dict.fromkeys(weight_names) if name}
-    volume_paths = tuple(found[name] for name in names)
-    _refuse_duplicates(block, names, volume_paths)
+        volume_paths = PlacedFiles(finder, names)
+        weight_paths = _placed_weights(finder, block)
+        _refuse_duplicates(block, names, [_as_opened(name) for name in names])
+
+    refuse_partial(block, TILTS)
+    if TILTS[0] in block.labels:
+        weight_paths = tuple(tilts if path is None else path for path, tilts in zip(weight_paths, _tilt_ranges(block), strict=True))
 
     box_size, header_pixel_size = list_box_size or 0, float("nan")
     if stacked:
@@ -201,7 +208,7 @@ def read_relion_particles(
         if list_box_size and list_box_size != box_size:
             raise InputError(f"{path}: rlnImageSize is {list_box_size}, the volumes have box {box_size} (such as {volume_paths[0]})")
     elif volume_paths[0].is_file():
-        box_size, header_pixel_size = survey(volume_paths[:1])
+        box_size, header_pixel_size = survey((volume_paths[0],))
     if require_volumes or pixel_size_angst is not None or list_pixel_size is not None or np.isfinite(header_pixel_size):
         pixel_size, source_text = resolve_pixel_size(pixel_size_angst, list_pixel_size, list_source, header_pixel_size, path)
     else:
@@ -223,7 +230,7 @@ def read_relion_particles(
     return ParticleSet(
         names=tuple(names),
         volume_paths=volume_paths,
-        weight_paths=tuple(found_weights[name] if name else tilts for name, tilts in zip(weight_names, _tilt_ranges(block), strict=True)),
+        weight_paths=weight_paths,
         poses=poses,
         half=half,
         tomograms=tomogram_names,
@@ -325,6 +332,8 @@ def _names(block: StarBlock, tomograms: Sequence[str], require_volumes: bool) ->
 
 
 def _refuse_slices(block: StarBlock, names: list[str], label: str) -> None:
+    if all(name and "@" not in name for name in names):
+        return
     for row, name in enumerate(names):
         if "@" in name and name.split("@", 1)[0].isdigit():
             raise ListError(f"{block.where(row)}: {name} is an image of a stack, expected a volume of its own for each particle")
@@ -332,11 +341,18 @@ def _refuse_slices(block: StarBlock, names: list[str], label: str) -> None:
             raise ListError(f"{block.where(row)}: _{label} is empty")
 
 
-def _refuse_duplicates(block: StarBlock, names: list[str], paths: tuple[Path, ...]) -> None:
+def _as_opened(name: str) -> str:
+    """The file that a name stands for, written in one way."""
+    return os.path.normpath(opened_name(name)) if ":" in name or "./" in name or "//" in name else name
+
+
+def _refuse_duplicates(block: StarBlock, names: list[str], files: list[str]) -> None:
     """One volume must not stand twice: in both half-sets it would correlate with itself."""
+    if len(set(files)) == len(files):
+        return
     first: dict[str, int] = {}
-    for row, path in enumerate(paths):
-        other = first.setdefault(os.path.normpath(path), row)
+    for row, file in enumerate(files):
+        other = first.setdefault(file, row)
         if other != row:
             also = "" if names[other] == names[row] else f" (as {names[other]})"
             raise ListError(f"{block.where(row)}: particle {names[row]} stands twice, first in {_line(block, other)}{also}")
@@ -357,6 +373,18 @@ def _groups(block: StarBlock, optics: StarBlock | None) -> NDArray[np.int32]:
         for row, text in enumerate(optics.texts("rlnOpticsGroup")):
             if index.setdefault(_whole(text), row) != row:
                 raise ListError(f"{optics.where(row)}: optics group {text} stands twice, first in {_line(optics, index[_whole(text)])}")
+    numbers = _whole_numbers(block, "rlnOpticsGroup")
+    if numbers is not None:
+        # numbers, of which there are few: looked up once each, in the order in which they appear
+        distinct, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
+        places = np.zeros(len(distinct), np.int32)
+        for i in np.argsort(first).tolist():
+            key = str(distinct[i])
+            if key not in index and optics is not None:
+                break
+            places[i] = index.setdefault(key, len(index))
+        else:
+            return places[inverse]
     groups = np.empty(block.n_rows, dtype=np.int32)
     for row, text in enumerate(block.texts("rlnOpticsGroup")):
         key = _whole(text)
@@ -366,6 +394,16 @@ def _groups(block: StarBlock, optics: StarBlock | None) -> NDArray[np.int32]:
             index[key] = len(index)
         groups[row] = index[key]
     return groups
+
+
+def _whole_numbers(block: StarBlock, label: str) -> NDArray[np.int64] | None:
+    """A column of whole numbers; None where it holds something else."""
+    try:
+        values = block.floats(label)
+    except ListError:
+        return None
+    numbers = values.astype(np.int64)
+    return numbers if np.array_equal(numbers, values) else None
 
 
 def _whole(text: str) -> str:
@@ -453,9 +491,6 @@ def _classes(block: StarBlock) -> NDArray[np.int32] | None:
 
 def _tilt_ranges(block: StarBlock) -> list[tuple[TiltRange, ...] | None]:
     """Wedges that the list gives by tilts, for particles without a weight volume."""
-    refuse_partial(block, TILTS)
-    if TILTS[0] not in block.labels:
-        return [None] * block.n_rows
     found: list[tuple[TiltRange, ...] | None] = []
     for row, (low, high) in enumerate(zip(*(block.floats(label).tolist() for label in TILTS), strict=True)):
         if (low or high) and not -90 <= low < high <= 90:
@@ -468,6 +503,16 @@ def _weight_names(block: StarBlock) -> list[str]:
     if "rlnCtfImage" not in block.labels:
         return [""] * block.n_rows
     return ["" if name == "None" else name for name in block.texts("rlnCtfImage")]
+
+
+def _placed_weights(finder: VolumeFinder, block: StarBlock) -> Sequence[Path | None]:
+    """Where weight volumes should be, without looking."""
+    if "rlnCtfImage" not in block.labels:
+        return (None,) * block.n_rows
+    names = block.texts("rlnCtfImage")
+    if "None" in names:
+        return tuple(None if name == "None" else finder.place(name) for name in names)
+    return PlacedFiles(finder, names)
 
 
 def _origins_angst(block: StarBlock, pixel_size_angst: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -498,6 +543,9 @@ def _half_sets(block: StarBlock) -> NDArray[np.int8]:
     half = np.zeros(block.n_rows, dtype=np.int8)
     if "rlnRandomSubset" not in block.labels:
         return half
+    numbers = _whole_numbers(block, "rlnRandomSubset")
+    if numbers is not None and np.isin(numbers, (1, 2)).all():
+        return numbers.astype(np.int8)
     for row, text in enumerate(block.texts("rlnRandomSubset")):
         whole = text if text in ("1", "2") else _whole(text)
         if whole not in ("1", "2"):
@@ -509,7 +557,8 @@ def _half_sets(block: StarBlock) -> NDArray[np.int8]:
 def _tomograms(block: StarBlock) -> tuple[str, ...]:
     for label in ("rlnMicrographName", "rlnTomoName"):
         if label in block.labels:
-            return tuple(block.texts(label))
+            known: dict[str, str] = {}  # there are few names, and each needs to be there once
+            return tuple(known.setdefault(name, name) for name in block.texts(label))
     return ("",) * block.n_rows
 
 
@@ -527,12 +576,16 @@ def _format(values: NDArray[Any]) -> list[str]:
 
 def _set_rows(block: StarBlock, label: str, values: NDArray[Any], rows: NDArray[np.bool_]) -> None:
     """Write numbers with 6 decimals into some rows of a column; the others keep their digits."""
+    # no "-0.000000"
+    values = np.where(np.abs(values) <= 5e-7, 0.0, values)
+    if rows.all():
+        block.set_column(label, [f"{value:.6f}" for value in values.tolist()])
+        return
     if label not in block.labels:
         block.set_column(label, ["0.000000"] * len(values))
     tokens = block.tokens(label)
     for row in np.flatnonzero(rows).tolist():
-        # + 0.0 after rounding: no "-0.000000"
-        tokens[row] = f"{round(float(values[row]), 6) + 0.0:.6f}"
+        tokens[row] = f"{values[row]:.6f}"
 
 
 def _write_rotations(block: StarBlock, rotations: NDArray[Any], changed: NDArray[np.bool_]) -> None:

@@ -28,10 +28,10 @@ _TOMOSTAR = ".tomostar"
 
 
 def refuse_partial(block: StarBlock, labels: Sequence[str]) -> None:
-    """Three columns stand together or not at all: one that was lost on the way is no 0."""
+    """Columns stand together or not at all: one that was lost on the way is no 0."""
     missing = [f"_{label}" for label in labels if label not in block.labels]
     if 0 < len(missing) < len(labels):
-        raise ListError(f"{block.where()}: no column {' and '.join(missing)}; expected all three of {', '.join(labels)}, or none")
+        raise ListError(f"{block.where()}: no column {' and '.join(missing)}; expected all of {', '.join(labels)}, or none")
 
 
 def triples(block: StarBlock, labels: Sequence[str], scale: float = 1.0) -> NDArray[np.float64]:

@@ -161,6 +161,15 @@ SETTINGS = {
     "invert_contrast": (True, {}, "leave out --invert-contrast"),
     "normalise": (False, {"particles": "louder"}, lambda base, changed: average(changed)[0].std() > 5 * average(base)[0].std()),
     "subset": (3, {}, lambda base, changed: len(column(base, "ngScore")) == 12 and len(column(changed, "ngScore")) == 6),
+    "keep_best_percent": (
+        50.0,
+        {},
+        lambda base, changed: (
+            column(changed, "ngIncluded").sum() == 6
+            and column(base, "ngIncluded").sum() == 12
+            and np.abs(average(base)[0] - average(changed)[0]).max() > 0.1 * average(base)[0].std()
+        ),
+    ),
     "max_bad": (0, {"particles": "one_bad"}, "at most 0"),
 }
 ELSEWHERE = {

@@ -10,7 +10,7 @@ from numba import cuda
 from numba.core import config
 from numpy.typing import NDArray
 
-from ...errors import DeviceError
+from ...errors import DeviceError, SettingsError
 from ...fourier import grid_band, max_band, padded_offset
 from ...masks import spherical_mask
 from ...noise import N_WEIGHT_BINS, WEIGHT_BIN_EDGES, ResidualPower
@@ -162,6 +162,8 @@ class CUDASearchSession:
     """See `protocols.SearchSession`."""
 
     def __init__(self, backend: CUDABackend, setup: SearchSetup) -> None:
+        if setup.local_mask is not None:
+            raise SettingsError("flcf under a mask that turns: the CPU backend only")
         self.setup, self.backend = setup, backend
         n = setup.grid.binned_box_size
         self._n = n
