@@ -2,9 +2,11 @@
 
     python benchmarks/classes.py [FOLDER] [--diameter 360] [--iterations 4] [--gpus 0] [-- further options of align]
 
-FOLDER holds the set; it is made where it is absent (by default `benchmarks/data/classes`): ``whole/`` and ``less/`` as the independent
-simulator makes them, ``start.star`` of both, shuffled. Two runs: from the two true maps low-passed to 40 A, and from classes assigned at
-random, whose start map is the whole particle at 50 A. The share that is right is of the better of the two ways to name the classes.
+FOLDER holds the sets; they are made where they are absent (by default `benchmarks/data/classes`): one with 10 % of the mass in the lobe and
+a signal-to-noise ratio of 0.05, and a hard one with 3 % and 0.01. Each has ``whole/`` and ``less/`` as the independent simulator makes them,
+and ``start.star`` of both, shuffled. Runs start from the two true maps low-passed to 40 A (hard and soft assignment), and from classes
+assigned at random, whose start map is the whole particle at 50 A. The share that is right is of the better of the two ways to name the
+classes.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from numpy.typing import NDArray
 
 Measured = dict[str, Any]
 KINDS = ("whole", "less")
+SETS = ({"removed": 0.1, "snr": 0.05, "box": 64}, {"removed": 0.03, "snr": 0.01, "box": 48})
 _SOFT_VOXELS = 2.0
 # a direction (z, y, x) in which the map ends in a lobe of its own
 _DIRECTION = (0.0, 0.8, 0.6)
@@ -135,7 +138,9 @@ def run(folder: Path, output: Path, name: str, diameter_angst: float, options: l
     rows = []
     for path in sorted(output.glob("iter_*/particles.star")):
         if "_ngClass " in path.read_text():
-            rows.append({"start": name, "iteration": int(path.parent.name[5:]), **judged(path)})
+            rows.append(
+                {"start": name, "assignment": "soft" if "soft" in options else "hard", "iteration": int(path.parent.name[5:]), **judged(path)}
+            )
     rows[-1]["wall_s"] = time.time() - begun
     return rows
 
@@ -149,15 +154,12 @@ NOTES = (
 def main(arguments: list[str] | None = None, folder: Path = RESULTS) -> None:
     """Measures and writes ``classes.json``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("data", nargs="?", type=Path, default=ROOT / "benchmarks" / "data" / "classes", help="the made set; made where absent")
+    parser.add_argument("data", nargs="?", type=Path, default=ROOT / "benchmarks" / "data" / "classes", help="the made sets; made where absent")
     parser.add_argument("--diameter", type=float, default=360.0, metavar="ANGSTROM", help="of the particle")
-    parser.add_argument("--count", type=int, default=100, help="particles of each kind, where the set is made")
-    parser.add_argument("--box", type=int, default=64, help="its box; 435 A whatever it is")
-    parser.add_argument("--snr", type=float, default=0.05)
-    parser.add_argument("--removed", type=float, default=0.1, help="share of the mass that the lobe holds")
+    parser.add_argument("--count", type=int, default=100, help="particles of each kind, where a set is made")
+    parser.add_argument("--sets", type=int, nargs="+", default=list(range(len(SETS))), help="which sets, from 0")
     parser.add_argument("--iterations", type=int, default=4)
-    parser.add_argument("--starts", nargs="+", default=["maps", "random"], choices=["maps", "random"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the random assignment")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of random assignments")
     parser.add_argument("--gpus", help="as in `align`; by default the CPU")
     parser.add_argument("-o", "--output", type=Path, default=folder, help="folder of classes.json")
     parser.add_argument("more", nargs="*", help="after --: further options of `align`")
@@ -165,22 +167,25 @@ def main(arguments: list[str] | None = None, folder: Path = RESULTS) -> None:
     about = environment()
     for path in {options.data, options.output}:  # names, not where they lie here
         about["command"] = about["command"].replace(str(path), path.name)
-    if not (options.data / "start.star").is_file():
-        make_set(options.data, need_shared(), options.count, options.box, 435.2 / options.box, options.snr, options.removed)
-    maps = [str(options.data / kind / "truth.mrc") for kind in KINDS]
     usual = ["--iterations", str(options.iterations), *([] if options.gpus is None else ["--gpus", options.gpus]), *options.more]
     rows: list[Measured] = []
     scratch = Path(tempfile.mkdtemp(prefix="glocal_bench_"))
     try:
-        if "maps" in options.starts:
-            start = ["--reference", maps[0], "--reference", maps[1], "--initial-lowpass", "40"]
-            rows += (part := run(options.data, scratch / "maps", "maps", options.diameter, start + usual))
-            show(part)
-        for seed in options.seeds if "random" in options.starts else ():
-            start = ["--reference", maps[0], "--classes", "2", "--seed", str(seed), "--initial-lowpass", "50"]
-            part = run(options.data, scratch / f"random{seed}", "random", options.diameter, start + usual)
-            rows += [{**row, "seed": seed} for row in part]
-            show(rows[-len(part) :])
+        for number in options.sets:
+            made = SETS[number]
+            data = options.data / f"lobe{made['removed']:g}_snr{made['snr']:g}"
+            if not (data / "start.star").is_file():
+                make_set(data, need_shared(), options.count, int(made["box"]), 435.2 / made["box"], made["snr"], made["removed"])
+            maps = [str(data / kind / "truth.mrc") for kind in KINDS]
+            from_maps = ["--reference", maps[0], "--reference", maps[1], "--initial-lowpass", "40"]
+            runs = [("maps", {}, from_maps), ("maps", {}, [*from_maps, "--class-assignment", "soft"])]
+            for seed in options.seeds:
+                runs.append(("random", {"seed": seed}, ["--reference", maps[0], "--classes", "2", "--seed", str(seed), "--initial-lowpass", "50"]))
+            for place, (name, more, start) in enumerate(runs):
+                part = run(data, scratch / f"{number}_{place}", name, options.diameter, [*start, *usual])
+                rows += [{**made, **row, **more} for row in part]
+                show(rows[-len(part) :])
+                shutil.rmtree(scratch / f"{number}_{place}")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     write_results("classes", rows, about, NOTES, options.output)
