@@ -469,7 +469,7 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
     if state is not None and state.history:
         last = state.history[-1]
         say(f"Median change of the last iteration: {last['angle_change_deg']:.2f} degrees, {last['shift_change_angst']:.2f} A.")
-        unclear = f"; {plural(last['ambiguous'], 'particle')} had a second mode at odds of more than 1 to 100" if last["ambiguous"] else ""
+        unclear = f"; {plural(last['ambiguous'], 'particle')} had a second mode at odds of more than 1 to 100" if last.get("ambiguous") else ""
         say(f"Median uncertainty of a pose, along one axis: {last['angle_sigma_deg']:.2f} degrees, {last['shift_sigma_angst']:.2f} A{unclear}.")
         if getattr(job.settings, "until_converged", False):
             reached = "Converged" if has_converged(state.history) else "Not converged"

@@ -431,6 +431,22 @@ def test_residual_power(make_backend, make_case, n, weight):
     np.testing.assert_allclose(moved.power.sum(0)[5:], fast.power.sum(0)[5:], err_msg="nothing is subtracted beyond the band")
 
 
+@pytest.mark.parametrize(("weight", "signed"), [("ctf2", False), ("ctf", True)])
+def test_residuals_of_each_particle_add_up(make_backend, make_case, weight, signed):
+    """They are those of all, particle by particle; one that cannot be used has none."""
+    case = make_case(16, weight, particles=3)
+    session = opened(make_backend(), case)
+    each, found = session.residuals_each(case.rotations, case.shifts_angst)
+    total = session.residuals(case.rotations, case.shifts_angst)
+    assert found.tolist() == [signed] * 3
+    exact, _ = opened(ReferenceBackend(), case).residuals_each(case.rotations, case.shifts_angst)
+    for name in ("power", "count", "weight_sum"):
+        assert getattr(each, name).shape == (3, *getattr(total, name).shape)
+        np.testing.assert_allclose(getattr(each, name).sum(0), getattr(total, name), rtol=1e-5)
+        np.testing.assert_allclose(getattr(each, name).sum(1), getattr(exact, name).sum(1), rtol=0.1, err_msg=name)
+    assert np.ptp(each.power.sum((1, 2))) > 0.001 * each.power.sum((1, 2)).mean(), "particles differ"
+
+
 def test_residuals_at_the_truth_give_back_the_noise(make_backend, make_case):
     """Planted noise: sigma2 of the setup is the variance that the residuals show, in every shell of the band.
 

@@ -10,8 +10,6 @@ import mrcfile
 import numpy as np
 import pytest
 
-from numba_glocal.report import render_report
-from numba_glocal.results import load_report_data
 from numba_glocal.simulation import SimulationSettings, simulate
 from numba_glocal.values import Volume
 
@@ -80,9 +78,13 @@ def two_maps(mixed):
 
 
 @pytest.fixture(scope="module")
-def from_maps(mixed, align_here, tmp_path_factory):
+def from_maps(mixed, command, tmp_path_factory):
+    """By the command line, with two workers."""
     run = tmp_path_factory.mktemp("from_maps") / "run"
-    align_here(mixed / "start.star", run, workers=2, **two_maps(mixed), **USUAL)
+    maps = [word for kind in ("whole", "less") for word in ("--reference", mixed / kind / "reference.mrc")]
+    options = "--particle-diameter 220 --iterations 2 --angle-shells 2 --angle-increment 5 --cpu-procs 2".split()
+    done = command("align", mixed / "start.star", "-o", run, *maps, *options)
+    (run / "words.txt").write_text(done.stdout + done.stderr)
     return run
 
 
@@ -123,17 +125,12 @@ def test_run_folder_summary_and_report(from_maps):
     half = column(from_maps, "rlnRandomSubset").astype(int)
     number = column(from_maps, "ngClass").astype(int)
     assert record["classes"][0]["half_counts"] == [int(((number == 1) & (half == h)).sum()) for h in (1, 2)]
-    # the report, from a folder whose summary was written as the command line does
-    (from_maps / "summary.json").write_text(
-        json.dumps(
-            {
-                **{"command": "align", "particles": "p.star", "date": "", "used": 2 * EACH, "half_counts": [EACH, EACH], "criterion": 0.143},
-                **{"iterations": facts["history"], "classes": record["classes"], "score": "ml", "workers": [], "bad": [], "warnings": []},
-                **{"wall_seconds": 1.0},
-            }
-        )
-    )
-    page = render_report(load_report_data(from_maps))
+    summary = json.loads((from_maps / "summary.json").read_text())
+    assert summary["classes"] == record["classes"] and summary["half_counts"] == [EACH, EACH]
+    words = (from_maps / "words.txt").read_text()
+    assert "2, each from its start map; hard assignment by log-likelihood" in words
+    assert "Class 1 50 % (" in words and "class1 to class2 with maps and FSC, particles.star, report.html" in words
+    page = (from_maps / "report.html").read_text()
     assert "sorted into 2 classes: class 1 holds 50 %" in page and "<h2>Classes</h2>" in page and "changed class" in page
     assert page.count("Fourier shell correlation of each class") == 1 and "class2/" in page
 
@@ -144,6 +141,25 @@ def test_same_bits_without_workers_and_resumed(mixed, from_maps, align_here, tmp
     shutil.rmtree(run / "class1")
     align_here(mixed / "start.star", run, resume=True, **two_maps(mixed), **USUAL)
     assert bits(run) == bits(from_maps)
+
+
+def test_what_makes_no_sense_is_refused(mixed, command, tmp_path):
+    start, whole, less = mixed / "start.star", mixed / "whole" / "reference.mrc", mixed / "less" / "reference.mrc"
+    for words, expected in (
+        (
+            ("--reference", whole, "--reference", less, "--classes", 3),
+            "--classes 3: 2 start maps are given; expected one --reference a class, or one for all",
+        ),
+        (("--reference", whole, "--reference", whole), "is given twice"),
+        (("--classes", 2, "--iterations", 1), "expected --iterations 2 or more"),
+        (("--class-assignment", "soft"), "there is one class"),
+        (("--classes", 2, "--class-assignment", "soft", "--score", "ncc"), "expected --score ml"),
+        (("--classes", 2, "--keep-best", 50), "--keep-best"),
+        (("--reference", whole, "--reference", mixed / "no.mrc"), "no.mrc"),
+    ):
+        lines = command("align", start, "-o", tmp_path / "run", *words, code=2).stderr.splitlines()
+        assert len(lines) == 1 and expected in lines[0]
+    assert not (tmp_path / "run").exists()
 
 
 def test_random_classes_find_the_kinds(at_random):
