@@ -186,10 +186,12 @@ class Classification:
             aligned = self.passes.classes(title, classes, references, noise, k_low, None, True, handicap, (other,))
             rows = np.flatnonzero(usable & (half_of == other))
             found = _one_hot(aligned.best[rows], k)
+            if found.sum(1).min() < _LEAST_PARTICLES:
+                _log.warning("classes, round %d: one would run out of particles; those of the round before are taken", number)
+                break
             changed[other] = float((found != classes.shares[:, rows]).any(0).mean())
             classes.shares[:, rows] = found
             _log.info("classes, round %d: %s, %.1f %% of half %d changed", number, _counts_text(found.sum(1)), 100 * changed[other], other)
-            self._refuse_empty(classes)
             if max(changed.values()) <= _FEW_CHANGE:
                 break
         return number
@@ -261,16 +263,6 @@ class Classification:
                 for half in HALVES:
                     reference = (own[half] + (volume - mean) * (job.mask > 0)).astype(np.float32)
                     self.maps.write_reference(folder / f"{prefix(c)}reference{half}.npy", reference, writer)
-
-    def _refuse_empty(self, classes: ClassState) -> None:
-        """Classes that start at random must all have particles."""
-        for c, shares in enumerate(classes.shares):
-            counts = [int((shares[self.job.particles.half == half] > 0).sum()) for half in HALVES]
-            if min(counts) < _LEAST_PARTICLES:
-                raise GlocalError(
-                    f"--classes {len(classes.shares)}: class {c + 1} has run out of particles ({counts[0]} + {counts[1]} in the half-sets) in the"
-                    " low band; expected fewer classes, another --seed, or start maps"
-                )
 
     # -- an iteration ------------------------------------------------------------------------------------------------
 

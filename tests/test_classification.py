@@ -10,9 +10,10 @@ from numba_glocal.averaging import reconstruct
 from numba_glocal.backends.cpu import CPUBackend
 from numba_glocal.backends.protocols import SearchSetup, SumSetup, WeightedSum, as_candidates
 from numba_glocal.classification import Classification, margins_of, shares_of
+from numba_glocal.errors import SettingsError
 from numba_glocal.job import prepare_job
 from numba_glocal.noise import NoiseModel, fit_noise, held_in_average
-from numba_glocal.settings import AlignSettings
+from numba_glocal.settings import AlignSettings, read_job_file, settings_to_toml
 from numba_glocal.simulation import SimulationSettings, simulate
 
 INF = np.inf
@@ -35,6 +36,34 @@ def test_margins_are_about_the_class_that_was_chosen():
     likelihood = np.array([[3.0, 1.0, -INF, 2.0], [2.5, 5.0, 0.0, -INF], [0.0, 4.0, -1.0, -INF]])
     margins = margins_of(likelihood, np.array([0, 2, 1, 0]))
     assert margins[:3].tolist() == [0.5, -1.0, 1.0] and np.isnan(margins[3])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"reference": "a", "further_references": ("b",), "classes": 3}, "--classes 3: 2 start maps are given; expected one --reference a class"),
+        ({"reference": "a", "further_references": ("a",)}, "--reference a is given twice"),
+        ({"further_references": ("a",)}, "expected a first start map"),
+        ({"classes": 2, "iterations": 1}, "expected --iterations 2 or more"),
+        ({"classes": 0}, "--classes: expected 1 to 50, found 0"),
+        ({"class_assignment": "soft"}, "there is one class"),
+        ({"classes": 2, "class_assignment": "soft", "score": "ncc"}, "expected --score ml"),
+        ({"classes": 2, "keep_best_percent": 50.0}, "--keep-best"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(given, expected):
+    with pytest.raises(SettingsError, match=expected):
+        AlignSettings("particles.star", "run", **given)
+
+
+def test_start_maps_say_how_many_classes_and_are_kept_in_a_job_file(tmp_path):
+    settings = AlignSettings("particles.star", "run", reference="a.mrc", further_references=("b.mrc", "c.mrc"))
+    assert settings.classes == 3 and settings.references == ("a.mrc", "b.mrc", "c.mrc")
+    (tmp_path / "job.toml").write_text(settings_to_toml(settings))
+    assert AlignSettings(**read_job_file(tmp_path / "job.toml")) == settings
+    (tmp_path / "job.toml").write_text('further_references = "b.mrc"')
+    with pytest.raises(SettingsError, match="expects a list of texts"):
+        read_job_file(tmp_path / "job.toml")
 
 
 @pytest.mark.parametrize("seed", [4, 5])

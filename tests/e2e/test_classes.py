@@ -143,25 +143,6 @@ def test_same_bits_without_workers_and_resumed(mixed, from_maps, align_here, tmp
     assert bits(run) == bits(from_maps)
 
 
-def test_what_makes_no_sense_is_refused(mixed, command, tmp_path):
-    start, whole, less = mixed / "start.star", mixed / "whole" / "reference.mrc", mixed / "less" / "reference.mrc"
-    for words, expected in (
-        (
-            ("--reference", whole, "--reference", less, "--classes", 3),
-            "--classes 3: 2 start maps are given; expected one --reference a class, or one for all",
-        ),
-        (("--reference", whole, "--reference", whole), "is given twice"),
-        (("--classes", 2, "--iterations", 1), "expected --iterations 2 or more"),
-        (("--class-assignment", "soft"), "there is one class"),
-        (("--classes", 2, "--class-assignment", "soft", "--score", "ncc"), "expected --score ml"),
-        (("--classes", 2, "--keep-best", 50), "--keep-best"),
-        (("--reference", whole, "--reference", mixed / "no.mrc"), "no.mrc"),
-    ):
-        lines = command("align", start, "-o", tmp_path / "run", *words, code=2).stderr.splitlines()
-        assert len(lines) == 1 and expected in lines[0]
-    assert not (tmp_path / "run").exists()
-
-
 def test_random_classes_find_the_kinds(at_random):
     assert right(at_random) >= 0.9  # seen: 1.0
     events = [json.loads(line) for line in (at_random / "events.jsonl").read_text().splitlines()]
