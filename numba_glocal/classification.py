@@ -6,8 +6,10 @@ A class is two half-maps that never mix. What the classes share is the noise, th
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +45,8 @@ _LEAST_PARTICLES = 2
 _ROUNDS = 25
 """At most, of the search for classes in the low band; it ends where few particles still change."""
 _FEW_CHANGE = 0.01
+_UNLIKE = 4.0
+"""Standard deviations between a class's shares of the two halves that are not believed to be chance."""
 
 
 def shares_of(log_likelihood: NDArray[np.float64], soft: bool) -> NDArray[np.float64]:
@@ -485,6 +489,24 @@ def _rough_share(fsc: FSCCurve) -> NDArray[np.float64]:
 def best_resolved(reached: list[ClassResult]) -> ClassResult:
     """The class whose FSC goes farthest; the first of equals."""
     return max(reached, key=lambda result: -1 if result.crossing is None else result.crossing.shell)
+
+
+def class_doubts(reached: Sequence[ClassResult]) -> list[str]:
+    """A line for each class that is empty, or that holds other shares of the halves than chance would give."""
+    lines = []
+    wholes = [max(sum(result.half_counts[half] for result in reached), 1) for half in (0, 1)]
+    for result in reached:
+        first, second = (count / whole for count, whole in zip(result.half_counts, wholes, strict=True))
+        share = sum(result.half_counts) / sum(wholes)
+        chance = math.sqrt(share * (1.0 - share) * sum(1.0 / whole for whole in wholes))
+        if result.fsc is None:
+            lines.append(f"class {result.number} has {result.half_counts[0]} + {result.half_counts[1]} particles in the half-sets, too few for maps")
+        elif abs(first - second) > _UNLIKE * chance:
+            lines.append(
+                f"class {result.number} holds {100 * first:.0f} % of half-set 1 and {100 * second:.0f} % of half-set 2, farther apart than by chance:"
+                " it is not the same class in both halves"
+            )
+    return lines
 
 
 def class_record(result: ClassResult) -> dict[str, Any]:

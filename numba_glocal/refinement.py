@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .classification import Classification
+from .classification import Classification, class_doubts
 from .common_frame import CommonFrame
 from .errors import SettingsError, plural
 from .execution.pinning import usable_cores
@@ -86,7 +86,7 @@ class Refinement:
         if settings.until_converged:
             _log.info("%s after iteration %d", "converged" if has_converged(state.history) else "not converged", state.iteration)
         result = self._stored_result(state) if result is None else result
-        doubts = [*self._doubts(result.crossing), *symmetry_doubts(settings, state.symmetry_agreement)]
+        doubts = [*self._doubts(result.crossing), *symmetry_doubts(settings, state.symmetry_agreement), *class_doubts(result.classes)]
         return replace(result, warnings=tuple(doubts), symmetry_agreement=state.symmetry_agreement)
 
     def _iterate(self, state: RunState) -> tuple[RunState, RunResult]:

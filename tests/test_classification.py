@@ -9,12 +9,14 @@ from numba_glocal.alignment import align_chunk
 from numba_glocal.averaging import reconstruct
 from numba_glocal.backends.cpu import CPUBackend
 from numba_glocal.backends.protocols import SearchSetup, SumSetup, WeightedSum, as_candidates
-from numba_glocal.classification import Classification, margins_of, shares_of
+from numba_glocal.classification import Classification, class_doubts, margins_of, shares_of
 from numba_glocal.errors import SettingsError
 from numba_glocal.job import prepare_job
 from numba_glocal.noise import NoiseModel, fit_noise, held_in_average
+from numba_glocal.results import ClassResult
 from numba_glocal.settings import AlignSettings, read_job_file, settings_to_toml
 from numba_glocal.simulation import SimulationSettings, simulate
+from numba_glocal.values import FSCCurve
 
 INF = np.inf
 
@@ -36,6 +38,22 @@ def test_margins_are_about_the_class_that_was_chosen():
     likelihood = np.array([[3.0, 1.0, -INF, 2.0], [2.5, 5.0, 0.0, -INF], [0.0, 4.0, -1.0, -INF]])
     margins = margins_of(likelihood, np.array([0, 2, 1, 0]))
     assert margins[:3].tolist() == [0.5, -1.0, 1.0] and np.isnan(margins[3])
+
+
+def test_classes_that_differ_between_the_halves_are_said():
+    fsc = FSCCurve(8, 1.0, *(np.ones(5),) * 4)
+
+    def doubts(*counts):
+        return class_doubts([ClassResult(number, halves, 0.5, fsc, None) for number, halves in enumerate(counts, 1)])
+
+    assert doubts((50, 55), (50, 45)) == []
+    assert [line.split(",")[0] for line in doubts((80, 30), (20, 70))] == [
+        "class 1 holds 80 % of half-set 1 and 30 % of half-set 2",
+        "class 2 holds 20 % of half-set 1 and 70 % of half-set 2",
+    ]
+    assert class_doubts([ClassResult(1, (9, 9), 0.9, fsc, None), ClassResult(2, (1, 1), 0.1, None, None)]) == [
+        "class 2 has 1 + 1 particles in the half-sets, too few for maps"
+    ]
 
 
 @pytest.mark.parametrize(
