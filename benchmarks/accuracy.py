@@ -168,7 +168,7 @@ def information_limit(data: Path, diameter_angst: float, reached_angst: float | 
         setup = SearchSetup(job.grid, reference * np.float32(scale), job.particle_mask, noise, "ml", job.k_min, job.k_limit)
         session = backend.open_search(setup)
         result = align_chunk(session, batch, rotations, shifts, shifts, (), False)
-        noise = fit_noise(result.residuals, 3, int(job.k_limit))
+        noise = fit_noise(result.residuals[0], 3, int(job.k_limit))
         session.close()
         session = backend.open_search(SearchSetup(job.grid, reference * np.float32(scale), job.particle_mask, noise, "ml", job.k_min, job.k_limit))
         session.load(batch)

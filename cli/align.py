@@ -16,7 +16,7 @@ from numba_glocal.refinement import Refinement
 from numba_glocal.results import RunFolder, RunResult
 from numba_glocal.schedule import last_iteration
 from numba_glocal.settings import ASSIGNMENTS, GPU_PRECISIONS, SPLITS, AlignSettings, read_job_file
-from numba_glocal.values import SCORES
+from numba_glocal.values import NOISE_GROUPS, SCORES
 
 from .console import Stage, note, print_facts, say, warn
 from .options import (
@@ -25,6 +25,7 @@ from .options import (
     dry_run_option,
     numbered_options,
     pixel_size_option,
+    root_option,
     seed_option,
     subset_option,
     symmetry_option,
@@ -36,7 +37,7 @@ from .running import choose_workers, input_paths, new_folder, plan_facts, run_jo
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(AlignSettings)}
 _CHANGEABLE_ON_RESUME = {"iterations", "until_converged", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "gpu_memory_gib", "max_bad", "output"}
-_PATHS = {"particles", "reference", "further_references", "mask", "angle_list", "wedge_list"}
+_PATHS = {"particles", "reference", "further_references", "mask", "angle_list", "wedge_list", "root"}
 _BEGINS_AGAIN = "holds no finished iteration; the run begins again"
 
 
@@ -86,7 +87,11 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @_option("--lowpass", key="lowpass_angst", kind=float, text="Finest detail used.", metavar="ANGSTROM")
 @_option("--fsc-criterion", key="fsc_criterion", kind=float, text="FSC value at which the resolution is read.")
 @wedge_options
+@root_option
 @_option("--split", key="split", kind=click.Choice(SPLITS), text="Half-sets: as the list says, by particle, or by tomogram.")
+@click.option("--mirror", is_flag=True, default=None, help="The particles have the other hand: start map and mask are mirrored along z.")
+@click.option("--check-hand", is_flag=True, default=None, help="Say at the start whether particles match the start map or its mirror image better.")
+@_option("--noise-groups", key="noise_groups", kind=click.Choice(NOISE_GROUPS), text="Particles that share a noise model and a scale of the signal.")
 @_option(
     "--keep-best", key="keep_best_percent", kind=float, text="Average this share of each half only, by score; all are aligned.", metavar="PERCENT"
 )

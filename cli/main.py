@@ -33,6 +33,7 @@ COMMANDS = {
     "fsc": "Resolution of two half-maps.",
     "convert": "Particle lists of one program to those of another.",
     "mask": "Make a mask: sphere, cylinder, or from a map.",
+    "extract": "Cut particles out of tomograms.",
     "simulate": "Make particles with known poses from a map.",
     "demo": "Simulate a small set, align it, write the report. Needs no input.",
     "devices": "Show cores, memory, libraries and GPUs.",

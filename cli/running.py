@@ -31,6 +31,7 @@ from numba_glocal.results import FILES, RunFolder, RunResult, RunState, load_rep
 from numba_glocal.schedule import first_search, has_converged
 from numba_glocal.settings import AlignSettings, AverageSettings
 from numba_glocal.symmetry import grid_factors
+from numba_glocal.values import TiltGeometry
 
 from .console import detail, gibibytes, note, say, warn
 from .interrupt import remembered
@@ -227,6 +228,7 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("particle diameter", f"{job.diameter_angst:.0f} A, from {job.diameter_source}"),
         ("mask", job.mask_name),
         ("symmetry", _symmetry_text(settings.symmetry)),
+        ("noise", str(job.noise_groups)),
         ("data", "premultiplied, weights hold CTF^2 (RELION 4 convention)" if particles.premultiplied else "weights multiply the reference"),
     ]
     facts.append(("wedge", _wedge_text(job)))
@@ -292,7 +294,12 @@ def _wedge_text(job: Job) -> str:
         shown = "; ".join(" and ".join(f"{t.tilt_min_deg:g} to {t.tilt_max_deg:g} about {t.tilt_axis}" for t in tilts) for tilts in sets[:3])
         more = f" and {len(sets) - 3} others" if len(sets) > 3 else ""
         kinds.append(f"{plural(len(given), 'particle')} with tilts {shown}{more} of the list{flipped}")
-    rest = len(weights) - n_volumes - len(given)
+    stacks = [weight for weight in weights if isinstance(weight, TiltGeometry)]
+    if stacks:
+        images = sorted({len(weight) for weight in stacks})
+        shown = f"{images[0]}" if len(images) == 1 else f"{images[0]} to {images[-1]}"
+        kinds.append(f"{plural(len(stacks), 'particle')} with the CTF^2 of their own {shown} tilt images")
+    rest = len(weights) - n_volumes - len(given) - len(stacks)
     if rest and job.settings.tilt_range_deg is not None:
         low, high = job.settings.tilt_range_deg
         kinds.append(f"{plural(rest, 'particle')} with tilts {low:g} to {high:g} about {job.settings.tilt_axis} (--tilt-range){flipped}")
@@ -438,6 +445,8 @@ def _write_summary(job: Job, folder: RunFolder, command: str, result: RunResult,
             "resumed": len(legs) - 1,
             "symmetry": settings.symmetry,
             "symmetry_agreement": result.symmetry_agreement,
+            "noise": result.noise,
+            "noise_groups": job.noise_groups.names,
             "settings": {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)},
         },
     )

@@ -1,4 +1,4 @@
-"""Iterations with several classes: every particle against every class of its half, then maps of each class (docs/adr/0011-classes.md).
+"""Iterations with several classes: every particle against every class of its half, then maps of each class (docs/adr/0013-classes.md).
 
 A class is two half-maps that never mix. What the classes share is the noise, the band and the particles.
 """
@@ -26,7 +26,7 @@ from .fourier import grid_band, max_band
 from .io import read_volume, write_volume
 from .job import start_classes
 from .masks import spherical_mask
-from .noise import NoiseModel
+from .noise import NoiseModels, noise_line
 from .passes import HALVES, ClassesAligned, Passes
 from .reference_maps import ReferenceMaps
 from .results import ClassResult, ClassState, RunResult, RunState, finite_or_none
@@ -154,8 +154,8 @@ class Classification:
         job, settings, k = self.job, self._settings, self._settings.classes
         name = f"iteration {state.iteration + 1}"
         references = self.maps.references(state.iteration)
-        looked = self.passes.align(f"{name}: noise", state, references, self.passes.flat_noise(), state.k_max, None, False)
-        noise = self.passes.fit_noise(looked.residuals, state.k_max)
+        looked = self.passes.align(f"{name}: noise", state, references, self.passes.flat_noise(state.gains), state.k_max, None, False)
+        noise = self.passes.fit_noise(looked.residuals, state.k_max, state.gains)
         k_low = min(state.k_max, max(3.0, float(int(job.shell_of(settings.initial_lowpass_angst)))))
         usable = np.asarray(np.isfinite(state.scores))
         given = start_classes(job.particles, k)
@@ -175,7 +175,7 @@ class Classification:
         state: RunState,
         classes: ClassState,
         held: ClassesAligned,
-        noise: dict[int, NoiseModel],
+        noise: dict[int, NoiseModels],
         k_low: float,
         usable: NDArray[np.bool_],
     ) -> int:
@@ -220,7 +220,7 @@ class Classification:
         state: RunState,
         classes: ClassState,
         held: ClassesAligned,
-        noise: dict[int, NoiseModel],
+        noise: dict[int, NoiseModels],
         half: int,
         fsc: FSCCurve,
         k_low: float,
@@ -247,7 +247,9 @@ class Classification:
                 self.maps.write_reference(path, volume, writer)
         return [{3 - half: ReferenceFile(path, array_digest(np.load(path)))} for path in paths], handicap
 
-    def _write_begun(self, name: str, state: RunState, classes: ClassState, held: ClassesAligned, noise: dict[int, NoiseModel], k_low: float) -> None:
+    def _write_begun(
+        self, name: str, state: RunState, classes: ClassState, held: ClassesAligned, noise: dict[int, NoiseModels], k_low: float
+    ) -> None:
         """References of the first iteration with classes, and what noise in them is worth."""
         job, grid = self.job, self.job.grid
         folder = self.folder.iteration_folder(state.iteration)
@@ -280,15 +282,15 @@ class Classification:
         references = [self.maps.references(state.iteration, prefix(c)) for c in range(count)]
         plan = search_plan(job, state)
         looked_with = [{half: replace(file, scale=NOTHING) for half, file in of_class.items()} for of_class in references]
-        flat = self.passes.flat_noise()
+        flat = self.passes.flat_noise(state.gains)
         looked = self.passes.classes(f"{name}: noise", before, looked_with if plan.everywhere else references, flat, state.k_max, None, False)
-        noise = self.passes.fit_noise(looked.residuals, state.k_max)
+        noise = self.passes.fit_noise(looked.residuals, state.k_max, state.gains)
         handicap = before.handicap
         aligned = self.passes.classes(f"{name}: align", before, references, noise, state.k_max, plan, True, handicap)
-        noise = self.passes.fit_noise(aligned.residuals, state.k_max)
+        noise = self.passes.fit_noise(aligned.residuals, state.k_max, self.passes.fit_gains(aligned, noise))
         if number <= _REFITS:
             aligned = self.passes.classes(f"{name}: refine", aligned.classes, references, noise, state.k_max, None, True, handicap)
-            noise = self.passes.fit_noise(aligned.residuals, state.k_max)
+            noise = self.passes.fit_noise(aligned.residuals, state.k_max, self.passes.fit_gains(aligned, noise))
         classes = aligned.classes
         likelihood = aligned.log_likelihood - handicap
         by_likelihood = settings.score == "ml"
@@ -331,6 +333,7 @@ class Classification:
         shift_change = np.linalg.norm(was.shifts_angst - poses.shifts_angst, axis=1)[usable]
         top = best_resolved(reached)
         compared = state.iteration > 0  # before the first iteration nobody has a class
+        noise_now = self.passes.noise_facts(noise, state.k_max)
         record: dict[str, Any] = {
             "number": number,
             "resolution_angst": finite_or_none(top.crossing.resolution_angst) if top.crossing is not None else None,
@@ -342,24 +345,26 @@ class Classification:
             "angle_sigma_deg": float(np.median(next_state.angle_sigma_deg[usable])),
             "shift_sigma_angst": float(np.median(next_state.shift_sigma_angst[usable])),
             "class_change": float((classes.numbers != before.numbers)[usable].mean()) if compared else None,
+            "noise": noise_now,
             "classes": [class_record(result) for result in reached],
         }
         record["settled"] = has_settled(record, state.history)
         next_state.history = [*state.history, record]
+        next_state.gains = {half: tuple(model.gain for model in noise[half]) for half in HALVES}
         if settings.adaptive:
             modulo = settings.symmetry if settings.relax_symmetry is None else settings.relax_symmetry  # another copy needs no wider search
             adapt(job, next_state, angle_modulo_deg(was.rotations, poses.rotations, modulo)[usable], shift_change)
         self.folder.write_state(next_state)
-        self.folder.event("iteration", **record, noise={h: (noise[h].gamma, noise[h].epsilon) for h in HALVES})
+        self.folder.event("iteration", **record)
         _log.info(
-            "iteration %d: %s; %sband %.1f A, median change %.2f degrees %.2f A, noise exponent %s, %.1f s",
+            "iteration %d: %s; %sband %.1f A, median change %.2f degrees %.2f A, noise: %s, %.1f s",
             number,
             "; ".join(class_text(result) for result in reached),
             "" if record["class_change"] is None else f"{100 * record['class_change']:.1f} % changed class, ",
             record["band_angst"],
             record["angle_change_deg"],
             record["shift_change_angst"],
-            "/".join(f"{noise[h].gamma:g}" for h in HALVES),
+            " / ".join(noise_line(facts) for facts in noise_now.values()),
             record["seconds"],
         )
         return next_state, self._result(reached)
@@ -393,7 +398,7 @@ class Classification:
         state: RunState,
         classes: ClassState,
         c: int,
-        noise: dict[int, NoiseModel],
+        noise: dict[int, NoiseModels],
         usable: NDArray[np.bool_],
         writer: FileWriter,
     ) -> tuple[ClassResult, dict[int, NDArray[np.float32]]]:

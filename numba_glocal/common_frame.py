@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from .averaging import move_frame, relative_motion
 from .backends.protocols import WeightedSum
-from .noise import NoiseModel
+from .noise import NoiseModels
 from .passes import Passes
 from .reference_maps import ReferenceMaps
 from .schedule import within_limits
@@ -40,7 +40,7 @@ class CommonFrame:
         self,
         name: str,
         poses: Poses,
-        noise: dict[int, NoiseModel],
+        noise: dict[int, NoiseModels],
         shares: NDArray[np.float64] | None = None,
         included: NDArray[np.bool_] | None = None,
     ) -> tuple[Poses, dict[int, WeightedSum], tuple[float, float]]:

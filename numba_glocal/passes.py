@@ -21,7 +21,7 @@ from .errors import GlocalError, plural
 from .execution.executors import gather_in_order
 from .execution.tasks import AlignTask, Chunk, ClassesTask, ReferenceFile, SumResult, SumTask, run_task, write_reference
 from .job import Job, largest_chunk, make_chunks
-from .noise import NoiseModel, ResidualPower, fit_noise
+from .noise import GroupResiduals, NoiseModel, NoiseModels, add_residuals, fit_gains, fit_noise_groups, noise_facts
 from .results import ClassState, RunFolder, RunState
 from .schedule import prior_widths
 from .settings import AlignSettings
@@ -36,6 +36,10 @@ NO_OTHER_MODE = 1000.0
 # A partial sum is as large as a padded map: few, large chunks. A GPU adds so fast that handing over the sum is what costs.
 _SUM_PARTS, _SUM_CHUNK = 4, 512
 _GPU_SUM_PARTS, _GPU_SUM_CHUNK, _GPU_SUM_BYTES = 1, (64, 1024), 4 << 30
+
+
+Gains = dict[int, tuple[float, ...]]
+"""Scales of the groups' signals, by half."""
 
 
 class Advance(Protocol):
@@ -115,7 +119,7 @@ class Passes:
         title: str,
         state: RunState,
         references: dict[int, ReferenceFile],
-        noise: dict[int, NoiseModel],
+        noise: dict[int, NoiseModels],
         k_max: float,
         plan: SearchPlan | None,
         refine: bool,
@@ -127,7 +131,7 @@ class Passes:
             for half in HALVES
             for chunk in make_chunks(particles, self.anchors, half, largest=self.largest_chunk)
         ]
-        aligned = Aligned(state, self.job.grid.binned_box_size // 2 + 1)
+        aligned = Aligned(state)
         for task, result in self.results(title, tasks):
             aligned.take(task, result)
         return aligned
@@ -137,7 +141,7 @@ class Passes:
         title: str,
         classes: ClassState,
         references: list[dict[int, ReferenceFile]],
-        noise: dict[int, NoiseModel],
+        noise: dict[int, NoiseModels],
         k_max: float,
         plan: SearchPlan | None,
         refine: bool,
@@ -162,7 +166,7 @@ class Passes:
         return aligned
 
     def _align_task(
-        self, chunk: Chunk, reference: ReferenceFile, noise: NoiseModel, k_max: float, plan: SearchPlan | None, refine: bool
+        self, chunk: Chunk, reference: ReferenceFile, noise: NoiseModels, k_max: float, plan: SearchPlan | None, refine: bool
     ) -> AlignTask:
         """What a chunk is compared with, and how, by the run's settings."""
         settings = self.job.settings
@@ -197,7 +201,7 @@ class Passes:
         self,
         title: str,
         poses: Poses,
-        noise: dict[int, NoiseModel],
+        noise: dict[int, NoiseModels],
         symmetry: str | None = None,
         shares: NDArray[np.float64] | None = None,
         included: NDArray[np.bool_] | None = None,
@@ -226,17 +230,40 @@ class Passes:
                 raise GlocalError(f"half-set {half} has {total.n_particles} usable particles; expected at least 2")
         return {half: symmetrise_sums(total, grid_turns) for half, total in totals.items()}
 
-    def flat_noise(self) -> dict[int, NoiseModel]:
+    def flat_noise(self, gains: Gains | None = None) -> dict[int, NoiseModels]:
         """White noise of power 1, where nothing is known yet."""
-        return {half: NoiseModel(np.ones(self.job.grid.binned_box_size // 2 + 1)) for half in HALVES}
+        flat = np.ones(self.job.grid.binned_box_size // 2 + 1)
+        return {half: tuple(NoiseModel(flat, gain=gain) for gain in self._gains(gains)[half]) for half in HALVES}
 
-    def fit_noise(self, residuals: dict[int, ResidualPower], k_max: float) -> dict[int, NoiseModel]:
-        """Noise of each half from its own residuals."""
+    def fit_noise(self, residuals: dict[int, GroupResiduals], k_max: float, gains: Gains | None = None) -> dict[int, NoiseModels]:
+        """Noise of each half and group from its own residuals; `gains` of the groups go into it, 1 by default."""
         for half in HALVES:
-            if not residuals[half].count.any():
+            if not any(power.count.any() for power in residuals[half].values()):
                 unusable = plural(len(self.bad), "particle")
                 raise GlocalError(f"half-set {half} has no usable particles; expected at least 2 ({unusable} of the list cannot be used)")
-        return {half: fit_noise(residuals[half], min(3, int(k_max)), int(k_max)) for half in HALVES}
+        known = self._gains(gains)
+        return {half: fit_noise_groups(residuals[half], known[half], min(3, int(k_max)), int(k_max)) for half in HALVES}
+
+    def noise_facts(self, noise: dict[int, NoiseModels], k_max: float) -> dict[str, list[list[float]]]:
+        """`noise.noise_facts` of each half, by its number as text: as JSON keeps it."""
+        return {str(half): noise_facts(noise[half], min(3, int(k_max)), int(k_max)) for half in HALVES}
+
+    def fit_gains(self, aligned: Aligned | ClassesAligned, noise: dict[int, NoiseModels]) -> Gains:
+        """Scales of the groups' signals in each half, from the sums at refined poses under `noise`."""
+        groups = self.job.particles.noise_groups
+        if groups is None:
+            return self._gains(None)
+        gains = {}
+        for half in HALVES:
+            rows = np.flatnonzero(self.job.particles.half == half)
+            gains[half] = fit_gains(aligned.numerator[rows], aligned.denominator[rows], groups[rows], [model.gain for model in noise[half]])
+        return gains
+
+    def _gains(self, gains: Gains | None) -> Gains:
+        count = len(self.job.noise_groups.names)
+        if gains and all(len(gains[half]) == count for half in HALVES):
+            return gains
+        return {half: (1.0,) * count for half in HALVES}
 
 
 class ClassesAligned:
@@ -251,7 +278,9 @@ class ClassesAligned:
     angle_sigma_deg, shift_sigma_angst : (c, n) float64
     best : (n,) int64
         Class of each particle, from 0.
-    residuals : dict of half to ResidualPower
+    residuals : dict of half to GroupResiduals
+    numerator, denominator : (n,) float64
+        num and den2 against its class.
     held_weight, held_power : (n, shells) float64
         See `noise.held_in_average`.
     """
@@ -263,7 +292,8 @@ class ClassesAligned:
         self.angle_sigma_deg, self.shift_sigma_angst = np.full(shape, np.nan), np.full(shape, np.nan)
         self.best = np.zeros(shape[1], np.int64)
         self.held_weight, self.held_power = np.zeros((shape[1], n_shells)), np.zeros((shape[1], n_shells))
-        self.residuals = {half: ResidualPower.empty(n_shells) for half in HALVES}
+        self.residuals: dict[int, GroupResiduals] = {half: {} for half in HALVES}
+        self.numerator, self.denominator = np.zeros(shape[1]), np.zeros(shape[1])
 
     def take(self, task: ClassesTask, result: ClassesResult) -> None:
         """Adds one chunk's result."""
@@ -275,13 +305,14 @@ class ClassesAligned:
         self.shift_sigma_angst[:, rows] = np.sqrt(variance[..., 3:].mean(2))
         self.best[rows] = result.best
         self.held_weight[rows], self.held_power[rows] = result.held_weight, result.held_power
-        self.residuals[task.chunk.half] = self.residuals[task.chunk.half] + result.residuals
+        self.numerator[rows], self.denominator[rows] = result.numerator, result.denominator
+        add_residuals(self.residuals[task.chunk.half], result.residuals)
 
 
 class Aligned:
     """Results of one pass over both halves, put back in the list's order."""
 
-    def __init__(self, state: RunState, n_shells: int) -> None:
+    def __init__(self, state: RunState) -> None:
         self.state = replace(
             state,
             poses=Poses(state.poses.rotations.copy(), state.poses.shifts_angst.copy()),
@@ -291,16 +322,18 @@ class Aligned:
             log_likelihood=state.log_likelihood.copy(),
             margin=np.full(len(state.scores), np.nan) if state.margin is None else state.margin.copy(),
         )
-        self.residuals = {half: ResidualPower.empty(n_shells) for half in HALVES}
+        self.residuals: dict[int, GroupResiduals] = {half: {} for half in HALVES}
+        self.numerator, self.denominator = np.zeros(len(state.scores)), np.zeros(len(state.scores))
 
     def take(self, task: AlignTask, result: ChunkResult) -> None:
         """Adds one chunk's result."""
         rows, state = task.chunk.rows, self.state
         state.poses.rotations[rows] = result.rotations
         state.poses.shifts_angst[rows] = result.shifts_angst
-        self.residuals[task.chunk.half] = self.residuals[task.chunk.half] + result.residuals
+        add_residuals(self.residuals[task.chunk.half], result.residuals)
         if result.estimates is not None:
             estimates = result.estimates
+            self.numerator[rows], self.denominator[rows] = estimates.numerator, estimates.denominator
             unusable = ~np.isfinite(estimates.scores)
             state.scores[rows] = np.where(unusable, np.nan, estimates.scores)
             state.log_likelihood[rows] = np.where(unusable, np.nan, estimates.log_likelihood)

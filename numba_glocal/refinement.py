@@ -10,6 +10,7 @@ import math
 import time
 from concurrent.futures import Executor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +23,9 @@ from .file_writer import FileWriter
 from .fourier import use_threads
 from .io import read_volume, write_volume
 from .job import Job, make_chunks
-from .noise import NoiseModel, ResidualPower
-from .passes import HALVES, Passes, Stage
+from .noise import NoiseModel, NoiseModels, noise_line
+from .passes import HALVES, Aligned, Passes, Stage
+from .pose_prior import PriorWidths
 from .reference_maps import ReferenceMaps
 from .resolution import Crossing
 from .results import RunFolder, RunResult, RunState, finite_or_none
@@ -87,7 +89,8 @@ class Refinement:
             _log.info("%s after iteration %d", "converged" if has_converged(state.history) else "not converged", state.iteration)
         result = self._stored_result(state) if result is None else result
         doubts = [*self._doubts(result.crossing), *symmetry_doubts(settings, state.symmetry_agreement), *class_doubts(result.classes)]
-        return replace(result, warnings=tuple(doubts), symmetry_agreement=state.symmetry_agreement)
+        noise = state.history[-1].get("noise") if state.history else None
+        return replace(result, warnings=tuple(doubts), symmetry_agreement=state.symmetry_agreement, noise=noise)
 
     def _iterate(self, state: RunState) -> tuple[RunState, RunResult]:
         settings = self.job.settings
@@ -100,13 +103,13 @@ class Refinement:
         # noise at the poses as they are, then search, then noise at the poses found and, in the first iterations, once more
         plan = search_plan(self.job, state)
         looked_with = {half: replace(file, scale=NOTHING) for half, file in references.items()} if plan.everywhere else references
-        looked = self.passes.align(f"{name}: noise", state, looked_with, self.passes.flat_noise(), state.k_max, None, False)
-        noise = self.passes.fit_noise(looked.residuals, state.k_max)
+        looked = self.passes.align(f"{name}: noise", state, looked_with, self.passes.flat_noise(state.gains), state.k_max, None, False)
+        noise = self.passes.fit_noise(looked.residuals, state.k_max, state.gains)
         aligned = self.passes.align(f"{name}: align", state, references, noise, state.k_max, plan, True)
-        noise = self.passes.fit_noise(aligned.residuals, state.k_max)
+        noise = self.passes.fit_noise(aligned.residuals, state.k_max, self.passes.fit_gains(aligned, noise))
         if number <= _REFITS:
             aligned = self.passes.align(f"{name}: refine", aligned.state, references, noise, state.k_max, None, True)
-            noise = self.passes.fit_noise(aligned.residuals, state.k_max)
+            noise = self.passes.fit_noise(aligned.residuals, state.k_max, self.passes.fit_gains(aligned, noise))
         included = best_of_each_half(aligned.state.scores, self.job.particles.half, settings.keep_best_percent)
         poses, sums, apart = self.frame.averages(name, aligned.state.poses, noise, included=included)
         half_maps = self.maps.half_maps(sums)
@@ -126,7 +129,8 @@ class Refinement:
             self.maps.write_references(folder, sums, fsc, writer)
             average = Volume(self.maps.average(sums), fsc.pixel_size_angst)
             writer.write(write_volume, folder / "average.mrc", average)  # of each iteration: any may become the last
-        record = {
+        noise_now = self.passes.noise_facts(noise, state.k_max)
+        record: dict[str, Any] = {
             "number": number,
             "resolution_angst": finite_or_none(crossing.resolution_angst),
             "increment_deg": first_increment_deg(self.job, plan),
@@ -136,6 +140,7 @@ class Refinement:
             "seconds": time.perf_counter() - begun,
             "angle_sigma_deg": float(np.median(aligned.state.angle_sigma_deg[good])),
             "shift_sigma_angst": float(np.median(aligned.state.shift_sigma_angst[good])),
+            "noise": noise_now,
             "ambiguous": int(np.sum(margin < _CLEAR_ODDS)),
             "left_out": None if included is None else int(np.sum(good & ~included)),
         }
@@ -148,6 +153,7 @@ class Refinement:
             history=[*state.history, record],
             bad=dict(self.passes.bad),
             scale=state.scale,
+            gains={half: tuple(model.gain for model in noise[half]) for half in HALVES},
             included=included,
         )
         if settings.adaptive:
@@ -157,20 +163,19 @@ class Refinement:
         self.folder.event(
             "iteration",
             **record,
-            noise={h: (noise[h].gamma, noise[h].epsilon) for h in HALVES},
             halves_apart=apart,
             randomised_from=fsc.randomised_from_shell,
         )
         _log.info(
             "iteration %d: resolution %.1f A, band %.1f A, median change %.2f degrees %.2f A, halves were %.2f degrees %.2f A apart,"
-            " noise exponent %s, %.1f s",
+            " noise: %s, %.1f s",
             number,
             crossing.resolution_angst,
             record["band_angst"],
             record["angle_change_deg"],
             record["shift_change_angst"],
             *apart,
-            "/".join(f"{noise[h].gamma:g}" for h in HALVES),
+            " / ".join(noise_line(facts) for facts in noise_now.values()),
             record["seconds"],
         )
         if included is not None:
@@ -236,7 +241,8 @@ def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage, c
     count = len(job.particles)
     noise = passes.flat_noise()
     if settings.weighting == "ctf" and job.particles.premultiplied:  # the classical sums of premultiplied data are X over C
-        noise = {half: NoiseModel(np.ones(n // 2 + 1), 1.0, 1e-4) for half in HALVES}
+        noise = {half: (NoiseModel(np.ones(n // 2 + 1), 1.0, 1e-4),) for half in HALVES}
+    facts = None
     agreement = None if settings.symmetry == "C1" else Start(passes, maps).agreement_of_poses(noise)
     if settings.weighting == "ctf":
         sums = passes.sums("averages", job.particles.poses, noise)
@@ -247,7 +253,9 @@ def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage, c
         iteration.mkdir(parents=True, exist_ok=True)
         with FileWriter() as writer:
             maps.write_references(iteration, sums, fsc, writer)
-        noise = _average_noise(passes, maps, fsc)
+        noise, k_max = _average_noise(passes, maps, fsc)
+        facts = passes.noise_facts(noise, k_max)
+        _log.info("noise: %s", " / ".join(noise_line(of_half) for of_half in facts.values()))
         sums = passes.sums("averages", job.particles.poses, noise)
     half_maps = maps.half_maps(sums)
     fsc = maps.fsc(half_maps)
@@ -257,21 +265,32 @@ def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage, c
     half_counts = sums[1].n_particles, sums[2].n_particles
     folder.write_final(job.particles, state, half_maps, maps.average(sums), fsc, job.mask, settings.fsc_criterion)
     doubts = tuple(symmetry_doubts(settings, agreement))
-    return RunResult(fsc, maps.crossing(fsc), dict(passes.bad), half_counts, doubts, agreement)
+    return RunResult(fsc, maps.crossing(fsc), dict(passes.bad), half_counts, doubts, agreement, facts)
 
 
-def _average_noise(passes: Passes, maps: ReferenceMaps, fsc: FSCCurve) -> dict[int, NoiseModel]:
-    """Noise of each half at the poses as they are, against its own average."""
+def _average_noise(passes: Passes, maps: ReferenceMaps, fsc: FSCCurve) -> tuple[dict[int, NoiseModels], float]:
+    """Noise of each half at the poses as they are, against its own average; and the band that chose its form.
+
+    Of several groups the gains are found first, and the noise is fitted again with them.
+    """
     job = passes.job
     references = maps.references(0)
     k_max = min(job.k_limit, float(max(3, maps.crossing(fsc).shell + 1)))
-    residuals = {half: ResidualPower.empty(job.grid.binned_box_size // 2 + 1) for half in HALVES}
-    flat = passes.flat_noise()
-    tasks = [
-        AlignTask(chunk, job.reader, references[half], job.particle_mask, flat[half], "ml", 0.0, k_max, math.inf, None, job.radius_voxels, False)
-        for half in HALVES
-        for chunk in make_chunks(job.particles, job.particles.poses, half, largest=passes.largest_chunk)
-    ]
-    for task, result in passes.results("noise", tasks):
-        residuals[task.chunk.half] = residuals[task.chunk.half] + result.residuals
-    return passes.fit_noise(residuals, k_max)
+    several = len(job.noise_groups.names) > 1
+    nothing = np.full(len(job.particles), np.nan)
+    state = RunState(0, job.particles.poses, 0.0, 0.0, 0.0, nothing, nothing, nothing, nothing, {}, [])
+    noise = passes.flat_noise()
+    for _ in range(2 if several else 1):
+        tasks = [
+            AlignTask(
+                *(chunk, job.reader, references[half], job.particle_mask, noise[half], "ml", 0.0, k_max, math.inf, None),
+                *(job.radius_voxels, several, PriorWidths(), None, 0),
+            )
+            for half in HALVES
+            for chunk in make_chunks(job.particles, job.particles.poses, half, largest=passes.largest_chunk)
+        ]
+        aligned = Aligned(state)
+        for task, result in passes.results("noise", tasks):
+            aligned.take(task, result)
+        noise = passes.fit_noise(aligned.residuals, k_max, passes.fit_gains(aligned, noise) if several else None)
+    return noise, k_max

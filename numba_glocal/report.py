@@ -27,6 +27,7 @@ from .values import FloatArray, FSCCurve, Volume
 REPORT_NAME = "report.html"
 _SHOWN_BAD = 50
 _CLASSES_A_ROW = 4
+_SHOWN_GROUPS = 12
 _INK, _BLUE, _SKY, _GREY, _ORANGE = "#1d2733", "#14507a", "#5b9bc8", "#8c99a6", "#d9822b"
 
 
@@ -50,6 +51,8 @@ class IterationSummary:
         Median uncertainty of the poses, along one axis.
     settled : bool
         Poses moved by little of that, and the resolution was no better than before.
+    noise : mapping or None
+        `noise.noise_facts` of each half's groups.
     ambiguous : int or None
         Particles with another mode in what was searched, at odds of more than 1 to 100.
     left_out : int or None
@@ -72,6 +75,7 @@ class IterationSummary:
     angle_sigma_deg: float | None = None
     shift_sigma_angst: float | None = None
     settled: bool = False
+    noise: Mapping[str, Any] | None = None
     ambiguous: int | None = None
     left_out: int | None = None
     class_change: float | None = None
@@ -161,6 +165,10 @@ class ReportData:
         How well the map had it before; see `symmetry.symmetry_agreement`.
     classes : sequence of ClassSummary
         Where there are several; `fsc` and the maps are then left out.
+    noise : mapping of half to rows, or None
+        `noise.noise_facts` of its groups.
+    noise_groups : sequence of str
+        Names of the groups.
     files : mapping of str to str
         File name to what it is.
     settings : mapping
@@ -194,6 +202,8 @@ class ReportData:
     symmetry: str = "C1"
     symmetry_agreement: Sequence[float] | None = None
     classes: Sequence[ClassSummary] = ()
+    noise: Mapping[str, Sequence[Sequence[float]]] | None = None
+    noise_groups: Sequence[str] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -244,6 +254,7 @@ def render_report(data: ReportData) -> str:
         iteration_columns=columns,
         iteration_rows=rows,
         particle_images=_particle_images(data),
+        noise_rows=_noise_rows(data),
         bad_particles=data.bad_particles[:_SHOWN_BAD],
         bad_total=_plural(len(data.bad_particles), "particle was", "particles were"),
         bad_more=max(len(data.bad_particles) - _SHOWN_BAD, 0),
@@ -398,6 +409,26 @@ def _class_crossing(reached: ClassSummary, criterion: float) -> Crossing:
 def _class_row(reached: ClassSummary, criterion: float) -> tuple[str, ...]:
     where = "no maps" if reached.fsc is None else _angst(_class_crossing(reached, criterion).resolution_angst)
     return str(reached.number), f"{100 * reached.share:.1f} %", *(f"{count:,}" for count in reached.half_counts), where
+
+
+def _noise_rows(data: ReportData) -> list[list[str]]:
+    """Group, and of each half form, level and gain; of many groups the ranges alone."""
+    if not data.noise or len(data.noise_groups) < 2:
+        return []
+
+    def cells(rows: Sequence[Sequence[float]]) -> list[str]:
+        exponent, epsilon, level, gain = zip(*rows, strict=True)
+        return [f"{_span(exponent)} ({_span(epsilon)})", _span(level), _span(gain)]
+
+    halves = [data.noise[half] for half in sorted(data.noise)]
+    if len(data.noise_groups) > _SHOWN_GROUPS:
+        return [[f"all {len(data.noise_groups)}", *(cell for rows in halves for cell in cells(rows))]]
+    return [[name, *(cell for rows in halves for cell in cells([rows[place]]))] for place, name in enumerate(data.noise_groups)]
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _worker_row(worker: WorkerSummary) -> tuple[str, str, str, str, str]:

@@ -90,6 +90,16 @@ footer { color: var(--soft); font-size: 13px; padding: 4px 0 34px; }
 <div class="pair">{% for image, caption in particle_images %}
 <figure><img src="{{ image }}" alt="{{ caption }}"><figcaption>{{ caption }}</figcaption></figure>{% endfor %}</div>
 </section>{% endif %}
+{% if noise_rows %}<section>
+<h2>Noise</h2>
+<p class="note">Fitted in each half-set for each group: its variance follows (weight + epsilon)<sup>exponent</sup>. Level: of the variance,
+relative to all groups. Gain: scale of the signal, relative to all groups, drawn to 1 where few particles leave it uncertain.</p>
+<div class="scroll"><table><tr><th>group</th>
+{% for half in (1, 2) %}<th class="number">half {{ half }}: exponent (epsilon)</th>
+<th class="number">level</th><th class="number">gain</th>{% endfor %}</tr>
+{% for row in noise_rows %}<tr><td>{{ row[0] }}</td>
+{% for cell in row[1:] %}<td class="number">{{ cell }}</td>{% endfor %}</tr>{% endfor %}</table></div>
+</section>{% endif %}
 {% if bad_particles %}<section>
 <h2>Skipped particles</h2>
 <p>{{ bad_total }} left out of search and averages.</p>

@@ -13,7 +13,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from .filters import filter_average
 from .io import ListFormat, list_formats, read_volume, write_particles, write_volume
 from .io.fsc_star import read_fsc_star, write_fsc_star
 from .io.paths import VolumeFinder, whole_file
+from .io.tilt_series import write_optimisation_set
 from .report import ClassSummary, IterationSummary, ReportData, WorkerSummary
 from .resolution import Crossing
 from .settings import AlignSettings, AverageSettings, read_job_file, settings_to_toml
@@ -40,6 +41,7 @@ except ImportError:  # not on Windows
 
 FILES = {
     "particles.star": "poses, half-sets, scores and uncertainties; columns of the input kept",
+    "optimisation_set.star": "names the list and the tomograms file, where particles are stacks of tilt images",
     "particles.xml": "the list in its own format, PyTom's, with the new poses",
     "particles.tbl": "the list in its own format, Dynamo's, with the new poses",
     "particles.em": "the list in its own format, TOM/AV3's, with the new poses",
@@ -61,7 +63,7 @@ FILES = {
 _BEFORE_RESULTS = {"job.toml", "provenance.json", "log.txt", "events.jsonl", "start.npz"}
 _OF_ITERATIONS = {
     *(f"{name}{half}.{suffix}" for name, suffix in (("reference", "npy"), ("half", "mrc"), ("start_map", "mrc")) for half in (1, 2)),
-    *("start_map.mrc", "average.mrc", "fsc.star"),
+    *("start_map.mrc", "average.mrc", "fsc.star", "optimisation_set.star"),
     *(name for name in FILES if name.startswith("particles")),
 }
 _CLASS_ARRAYS = ("rotations", "shifts_angst", "shares", "margins", "handicap")
@@ -132,6 +134,8 @@ class RunState:
         Log-likelihood above the best other mode of the last search, at most `passes.NO_OTHER_MODE`; None before the first.
     included : (n,) bool or None
         Which particles the averages are made of; None: all that can be used.
+    gains : dict of half to floats
+        Scales of the noise groups' signals; empty: all 1.
     classes : ClassState or None
         Where there are several; `poses` and all else per particle are then those of its class.
     """
@@ -151,6 +155,7 @@ class RunState:
     symmetry_agreement: tuple[float, float] | None = None
     margin: NDArray[np.float64] | None = None
     included: NDArray[np.bool_] | None = None
+    gains: dict[int, tuple[float, ...]] = field(default_factory=dict)
     classes: ClassState | None = None
 
 
@@ -194,6 +199,8 @@ class RunResult:
         Why the result may not be what it seems, one line each.
     symmetry_agreement : (float, float) or None
         How well the start (or the average) has the symmetry before it is imposed; see `symmetry.symmetry_agreement`. None for C1.
+    noise : dict of half (as text) to lists
+        `noise.noise_facts` of its groups; None where none was fitted.
     classes : tuple of ClassResult
         Where there are several; `fsc` and `crossing` are then those of the best resolved one, `half_counts` of all.
     """
@@ -204,6 +211,7 @@ class RunResult:
     half_counts: tuple[int, int]
     warnings: tuple[str, ...] = ()
     symmetry_agreement: tuple[float, float] | None = None
+    noise: dict[str, list[list[float]]] | None = None
     classes: tuple[ClassResult, ...] = ()
 
 
@@ -472,6 +480,8 @@ class RunFolder:
         own = list_format_of(particles)
         if own is None:
             write_particles(folder / "particles.star", particles, known)
+            if particles.stacks is not None and particles.stacks.tomograms_path is not None:
+                write_optimisation_set(folder / "optimisation_set.star", folder / "particles.star", particles.stacks.tomograms_path)
             return
         name = "particles_stopgap.star" if own.suffixes == (".star",) else f"particles{own.suffixes[0]}"
         write_particles(folder / name, particles, known, to=own.key)
@@ -532,6 +542,7 @@ class RunFolder:
                             "history": state.history,
                             "scale": state.scale,
                             "symmetry_agreement": state.symmetry_agreement,
+                            "gains": {str(half): gains for half, gains in state.gains.items()},
                         },
                         default=_plain,
                     )
@@ -569,6 +580,7 @@ class RunFolder:
                 tuple(facts["symmetry_agreement"]) if facts.get("symmetry_agreement") else None,
                 stored["margin"],
                 stored["included"] if len(stored["included"]) else None,
+                {int(half): tuple(gains) for half, gains in facts.get("gains", {}).items()},
                 ClassState(*(stored[f"class_{name}"] for name in _CLASS_ARRAYS)) if "class_shares" in stored else None,
             )
 
@@ -694,6 +706,8 @@ def load_report_data(run: Path) -> ReportData:
         resumed=facts.get("resumed", 0),
         symmetry=symmetry,
         symmetry_agreement=facts.get("symmetry_agreement"),
+        noise=facts.get("noise"),
+        noise_groups=facts.get("noise_groups", ()),
         converged=facts.get("converged"),
         classes=classes,
         provenance=_shown_provenance(folder),

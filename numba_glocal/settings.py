@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SettingsError
-from .values import SCORES
+from .values import NOISE_GROUPS, SCORES
 
 SPLITS = ("file", "particle", "tomogram")
 GPU_PRECISIONS = ("half", "single")
@@ -91,6 +91,8 @@ class AlignSettings:
         Increment and shift range follow the poses' changes; else they stay.
     score : str
         flcf, ncc or ml.
+    noise_groups : str
+        What particles of one noise model have in common: "tomogram", "optics", "none" (one model a half), or "auto".
     highpass_angst, lowpass_angst : float or None
         Limits of the band.
     fsc_criterion : float
@@ -104,6 +106,12 @@ class AlignSettings:
         Tilts of the tomograms, for motive lists.
     split : str
         Half-sets: "file", "particle" or "tomogram".
+    root : str or None
+        Folder that the list's names start from; it goes before the list's own, its parents and the current one.
+    mirror : bool
+        The particles have the other hand: start map and mask are mirrored along z.
+    check_hand : bool
+        Before the first iteration, say whether particles match the start map or its mirror image better.
     keep_best_percent : float or None
         Share of each half, by score, that averages are made of; the others are aligned and listed all the same.
     iterations : int
@@ -151,6 +159,7 @@ class AlignSettings:
     relax_symmetry: str | None = None
     adaptive: bool = True
     score: str = "ml"
+    noise_groups: str = "auto"
     highpass_angst: float | None = None
     lowpass_angst: float | None = None
     fsc_criterion: float = 0.143
@@ -160,6 +169,9 @@ class AlignSettings:
     particle_names: str | None = None
     wedge_list: str | None = None
     split: str = "file"
+    root: str | None = None
+    mirror: bool = False
+    check_hand: bool = False
     keep_best_percent: float | None = None
     iterations: int = 4
     until_converged: bool = False
@@ -178,7 +190,7 @@ class AlignSettings:
     def __post_init__(self) -> None:
         """Refuses values that mean nothing, by their option's name."""
         object.__setattr__(self, "further_references", tuple(self.further_references))
-        for name in ("particles", "output", "reference", "further_references", "mask", "angle_list", "particle_names", "wedge_list"):
+        for name in ("particles", "output", "reference", "further_references", "mask", "angle_list", "particle_names", "wedge_list", "root"):
             try:
                 "".join(getattr(self, name) or "").encode()
             except UnicodeEncodeError:
@@ -187,6 +199,7 @@ class AlignSettings:
         object.__setattr__(self, "symmetry", symmetry_name(self.symmetry))
         _one_of("--score", self.score, SCORES)
         _one_of("--split", self.split, SPLITS)
+        _one_of("--noise-groups", self.noise_groups, NOISE_GROUPS)
         _one_of("--tilt-axis", self.tilt_axis, ("x", "y"))
         for option, value in (
             ("--initial-lowpass", self.initial_lowpass_angst),
@@ -223,6 +236,10 @@ class AlignSettings:
                 "--global: orientations are taken as unknown, so there is no average to start from; expected a start map (--reference),"
                 " such as the average.mrc of `numba-glocal average` where the list's poses are good for one"
             )
+        if self.check_hand and self.reference is None:
+            raise SettingsError("--check-hand: compares particles with a start map and its mirror image; expected one (--reference)")
+        if self.mirror and self.reference is None and self.mask is None:
+            raise SettingsError("--mirror: mirrors start map and mask; expected one of them (--reference, --mask)")
         if self.keep_best_percent is not None and not 0 < self.keep_best_percent <= 100:
             raise SettingsError(f"--keep-best: expected more than 0 and at most 100 percent, found {self.keep_best_percent:g}")
         if self.iterations < 1:
@@ -321,6 +338,7 @@ class AverageSettings:
     particles: str
     output: str
     weighting: str = "noise"
+    noise_groups: str = "auto"
     mask: str | None = None
     particle_diameter_angst: float | None = None
     soft_edge_voxels: float = 5.0
@@ -334,6 +352,7 @@ class AverageSettings:
     particle_names: str | None = None
     wedge_list: str | None = None
     split: str = "file"
+    root: str | None = None
     seed: int = 0
     invert_contrast: bool = False
     normalise: bool = True
@@ -352,6 +371,8 @@ class AverageSettings:
         shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("weighting", "premultiplied")}
         AlignSettings(**shared)
         object.__setattr__(self, "symmetry", symmetry_name(self.symmetry))
+        if self.weighting == "ctf" and self.noise_groups in ("tomogram", "optics"):
+            raise SettingsError(f"--noise-groups {self.noise_groups}: matters for --weighting noise only; the classical sums know of no noise")
         if self.premultiplied is not None and self.weighting != "ctf":
             raise SettingsError("--premultiplied: matters for --weighting ctf only; other weights come from the noise itself")
 

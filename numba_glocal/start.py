@@ -15,9 +15,10 @@ from .errors import SettingsError
 from .execution.tasks import AlignTask, ReferenceFile, write_reference
 from .file_writer import FileWriter
 from .filters import lowpass
+from .hand import check_hand
 from .io import write_volume
 from .job import make_chunks
-from .noise import NoiseModel, ResidualPower
+from .noise import GroupResiduals, NoiseModels, add_residuals
 from .passes import HALVES, Passes
 from .reference_maps import ReferenceMaps
 from .results import ClassState, RunState
@@ -95,6 +96,8 @@ class Start:
         masked = self.maps.masked(symmetrised(start_map, self._symmetry))
         if not np.any(masked):
             raise SettingsError(f"{path}: nothing is left of it under the mask and low-pass")
+        if isinstance(self.job.settings, AlignSettings) and self.job.settings.check_hand:
+            check_hand(self.passes, state, masked)
         files = {half: write_reference(folder / f"{prefix}reference{half}.npy", masked) for half in HALVES}
         scale = self._start_scale(state, files, path)
         for half in HALVES:
@@ -125,7 +128,7 @@ class Start:
         self.folder.event("symmetry", group=self._symmetry, what=what, correlation=agreement[0], without_round_part=agreement[1])
         return agreement
 
-    def agreement_of_poses(self, noise: dict[int, NoiseModel], lowpass_angst: float | None = None) -> tuple[float, float] | None:
+    def agreement_of_poses(self, noise: dict[int, NoiseModels], lowpass_angst: float | None = None) -> tuple[float, float] | None:
         """The same for the average of the poses as they are, no symmetry imposed; low-passed where its halves end to agree, or as given."""
         sums = self.passes.sums("averages without symmetry", self.job.particles.poses, noise, "C1")
         if lowpass_angst is None:
@@ -157,7 +160,7 @@ class Start:
         chunks = [(half, chunk) for half in HALVES for chunk in make_chunks(some, some.poses, half, largest=self.passes.largest_chunk)]
         plan = search_plan(self.job, state)
 
-        def tasks(sign: float, noise: dict[int, NoiseModel], used_plan: SearchPlan | None) -> list[AlignTask]:
+        def tasks(sign: float, noise: dict[int, NoiseModels], used_plan: SearchPlan | None) -> list[AlignTask]:
             limit = math.inf if settings.max_shift_angst is None else settings.max_shift_angst
             return [
                 AlignTask(
@@ -178,11 +181,11 @@ class Start:
                 for half, chunk in chunks
             ]
 
-        power = {half: ResidualPower.empty(job.grid.binned_box_size // 2 + 1) for half in HALVES}
+        power: dict[int, GroupResiduals] = {half: {} for half in HALVES}
         # with a vanishing reference the residual is the whole power: a first guess of the noise
         for task, result in self.passes.results_of_some("first look at the noise", tasks(NOTHING, self.passes.flat_noise(), None)):
             self.passes.note_rows([int(some_rows[task.chunk.rows[index]]) for index, _ in result.bad], task, result.bad)
-            power[task.chunk.half] += result.residuals
+            add_residuals(power[task.chunk.half], result.residuals)
         noise = self.passes.fit_noise(power, state.k_max)
         numerator = denominator = 0.0
         for sign in (1.0, -1.0):

@@ -120,7 +120,7 @@ def test_a_particles_own_noise_is_worth_what_leaving_it_out_costs(tmp_path, seed
     rows = np.arange(len(particles))
     for _ in range(2):  # noise against the average
         result = align_chunk(session(masked(sums(rows))), batch(rows), rotations[rows], shifts[rows], shifts[rows], (), False)
-        noise = fit_noise(result.residuals, 3, int(k_max))
+        noise = fit_noise(result.residuals[0], 3, int(k_max))
     whole = sums(rows)
     with_all = likelihood(masked(whole), rows)
     without = []
@@ -134,7 +134,7 @@ def test_a_particles_own_noise_is_worth_what_leaving_it_out_costs(tmp_path, seed
 
     opened = session(masked(whole))
     opened.load(batch(rows))
-    weight, power = held_in_average(*opened.residuals_each(rotations[rows], shifts[rows]), noise)
+    weight, power = held_in_average(*opened.residuals_each(rotations[rows], shifts[rows]), (noise,), np.zeros(len(rows), int))
     told = Classification.__new__(Classification)
     told.job = job
     in_map = told._noise_gain(value, np.ones(len(rows)), weight, power, k_max)

@@ -18,8 +18,9 @@ from scipy import ndimage, optimize
 from scipy.spatial.transform import Rotation
 
 from ..errors import BadParticleError
-from ..noise import WEIGHT_BIN_EDGES, NoiseModel, ResidualPower
+from ..noise import WEIGHT_BIN_EDGES, GroupResiduals, NoiseModel, ResidualPower, add_residuals
 from ..pose_prior import PosePrior
+from .newton import MAX_STEPS
 from .protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, WeightedSum, no_candidates
 
 Float = NDArray[np.float64]
@@ -40,7 +41,7 @@ class _Samples:
     shell: NDArray[np.int64]
     data: Complex  # X
     unmasked: Complex  # Xu
-    weight: Float  # C
+    weight: Float  # gain C
     inverse_variance: Float  # w
 
     def within(self, k_min: float, k_max: float) -> _Samples:
@@ -56,6 +57,8 @@ class _Particle:
     masked: Float
     weight: Float  # half-spectrum
     samples: _Samples
+    group: int
+    noise: NoiseModel
 
 
 def sphere(box_size: int, radius_voxels: float, soft_edge_voxels: float, centre_voxels: Float | None = None) -> Float:
@@ -167,10 +170,11 @@ class ReferenceSearchSession:
     def load(self, particles: ParticleBatch, prior: PosePrior | None = None) -> list[tuple[int, str]]:
         """Masks and transforms particles; returns (index, reason) of unusable ones."""
         self._particles, bad = [], []
+        groups = particles.groups
         self._prior = prior
         for index, name in enumerate(particles.keys):
             try:
-                particle = self._prepare(*particles.read(index))
+                particle = self._prepare(*particles.read(index), 0 if groups is None else int(groups[index]))
                 if not len(particle.samples.k):
                     raise BadParticleError(name, "its weight leaves nothing in the band")
             except BadParticleError as problem:
@@ -180,8 +184,8 @@ class ReferenceSearchSession:
                 self._particles.append(particle)
         return bad
 
-    def _prepare(self, volume: NDArray[Any], weight: NDArray[Any]) -> _Particle:
-        n = self._n
+    def _prepare(self, volume: NDArray[Any], weight: NDArray[Any], group: int) -> _Particle:
+        n, noise = self._n, self.setup.models[group]
         volume, weight = np.asarray(volume, np.float64), np.asarray(weight, np.float64)
         outside = self._mask < 0.01
         volume = volume - (volume[outside].mean() if outside.any() else volume.mean())
@@ -190,9 +194,10 @@ class ReferenceSearchSession:
         radius = np.linalg.norm(k, axis=-1)
         used = _half_space(k, n) & (radius <= n // 2 - 2 + 1e-6) & (weight != 0)
         shell = np.rint(radius).astype(np.int64)
-        w = _inverse_variance(self.setup.noise, weight, shell)
-        samples = _Samples(k[used], shell[used], _half_spectrum(masked)[used], _half_spectrum(volume)[used], weight[used], w[used])
-        return _Particle(volume, masked, weight, samples)
+        w = _inverse_variance(noise, weight, shell)
+        ctf = noise.gain * weight[used]
+        samples = _Samples(k[used], shell[used], _half_spectrum(masked)[used], _half_spectrum(volume)[used], ctf, w[used])
+        return _Particle(volume, masked, weight, samples, group, noise)
 
     def _model(self, samples: _Samples, rotation: Float) -> Complex:
         """F(R^-1 k)."""
@@ -232,7 +237,7 @@ class ReferenceSearchSession:
         k = _frequencies(n)
         radius = np.linalg.norm(k, axis=-1)
         band = (radius <= k_max + 1e-6) & (radius >= max(self.setup.k_min - 1e-6, 0.5)) & (np.abs(k).max(-1) < n / 2) & (particle.weight != 0)
-        w = _inverse_variance(self.setup.noise, particle.weight, np.rint(radius).astype(np.int64))
+        w = _inverse_variance(particle.noise, particle.weight, np.rint(radius).astype(np.int64))
         x = _volume(_half_spectrum(particle.volume) * np.sqrt(w) * band, n)
         turns = rotations[:1] if self.setup.local_mask is None else rotations
         out = np.empty((len(turns), len(places_angst)))
@@ -312,7 +317,7 @@ class ReferenceSearchSession:
 
     # -- refinement --------------------------------------------------------------------------------------------------
 
-    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64]) -> PoseEstimates:
+    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64], most_steps: int = MAX_STEPS) -> PoseEstimates:
         """Maximises the likelihood from every candidate with a general optimiser; keeps the best of each particle."""
         count = len(self._particles)
         nothing = np.full(count, -np.inf)
@@ -334,6 +339,8 @@ class ReferenceSearchSession:
             samples = particle.samples.within(self.setup.k_min, k_max)
             ends = [
                 self._maximise(p, samples, candidates.rotations[p, s], candidates.shifts_angst[p, s], anchor_angst[p])
+                if most_steps
+                else self._as_it_is(samples, candidates.rotations[p, s], candidates.shifts_angst[p, s])
                 for s in range(candidates.scores.shape[1])
                 if candidates.scores[p, s] > -np.inf
             ]
@@ -373,6 +380,10 @@ class ReferenceSearchSession:
     def _whitened_model(self, samples: _Samples, rotation: Float, shift_angst: Float) -> Float:
         model = np.sqrt(samples.inverse_variance) * samples.weight * self._model(samples, rotation) / self._phase(samples, shift_angst)
         return np.concatenate([model.real, model.imag])
+
+    def _as_it_is(self, samples: _Samples, rotation: Float, shift_angst: Float) -> tuple[float, Float, Float, int]:
+        num, den = self.sums(samples, samples.data, rotation, shift_angst)
+        return 2.0 * num - den, rotation, shift_angst, 0
 
     def _maximise(self, p: int, samples: _Samples, rotation: Float, shift_angst: Float, anchor_angst: Float) -> tuple[float, Float, Float, int]:
         """Likelihood (less what the prior takes), pose and number of evaluations at the end of a search from one candidate."""
@@ -445,10 +456,14 @@ class ReferenceSearchSession:
 
     # -- residuals ---------------------------------------------------------------------------------------------------
 
-    def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> ResidualPower:
-        """Residual power by weight and shell at given poses; beyond the reference's band the whole power."""
+    def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> GroupResiduals:
+        """Residual power by group, weight and shell at given poses; beyond the reference's band the whole power."""
+        residuals: GroupResiduals = {}
         each, _ = self.residuals_each(rotations, shifts_angst)
-        return ResidualPower(each.power.sum(0), each.count.sum(0), each.weight_sum.sum(0))
+        for p, particle in enumerate(self._particles):
+            if particle is not None:
+                add_residuals(residuals, {particle.group: ResidualPower(each.power[p], each.count[p], each.weight_sum[p])})
+        return residuals
 
     def residuals_each(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> tuple[ResidualPower, NDArray[np.bool_]]:
         """The same for every particle by itself, and whether its weight is a signed CTF."""
@@ -463,7 +478,7 @@ class ReferenceSearchSession:
             if particle is None:
                 continue
             weight = particle.weight[used]
-            model = transform_at(self._reference, k @ rotations[p]) * (radius <= min(self.setup.k_max, n // 2 - 2) + 1e-6)
+            model = particle.noise.gain * transform_at(self._reference, k @ rotations[p]) * (radius <= min(self.setup.k_max, n // 2 - 2) + 1e-6)
             model *= np.exp(-2j * np.pi / n / self._voxel_angst * (k @ shifts_angst[p]))
             residual = np.abs(_half_spectrum(particle.masked)[used] - weight * model) ** 2
             a = _relative_weight(particle.weight)[used]
@@ -516,15 +531,21 @@ class ReferenceSumSession:
             except BadParticleError as problem:
                 bad.append((index, problem.reason))
                 continue
+            group = 0 if particles.groups is None else int(particles.groups[index])
             share = 1.0 if shares is None else float(shares[index])
             shift = shifts_angst[index] / self._voxel_angst
-            self._add(np.asarray(volume, np.float64), np.asarray(weight, np.float64), rotations[index], shift, share)
+            self._add(np.asarray(volume, np.float64), np.asarray(weight, np.float64), rotations[index], shift, group, share)
             self._count += 1
         return bad
 
-    def _add(self, volume: Float, weight: Float, rotation: Float, shift: Float, share: float) -> None:
-        n = self._n
-        wc = share * weight / self.setup.noise.variance_form(_relative_weight(weight))
+    def _add(self, volume: Float, weight: Float, rotation: Float, shift: Float, group: int, share: float) -> None:
+        n, noise = self._n, self.setup.models[group]
+        wc = share * weight / noise.variance_form(_relative_weight(weight))
+        if len(self.setup.models) > 1:  # among groups also 1 / sigma2 counts, relative to its mean
+            inverse = np.array([1.0 / model.sigma2 for model in self.setup.models])
+            shell = np.minimum(np.rint(np.linalg.norm(_frequencies(n), axis=-1)).astype(np.int64), inverse.shape[1] - 1)
+            wc = wc * (inverse[group] / inverse.mean(0))[shell]
+        wc, weight = noise.gain * wc, noise.gain * weight
         spectrum = _half_spectrum(volume)
         values = (wc * spectrum)[self._used] * np.exp(2j * np.pi / n * (self._k @ shift))
         weights = (wc * weight)[self._used]

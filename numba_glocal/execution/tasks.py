@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..alignment import ChunkResult, ClassesResult, SearchPlan, align_chunk, align_classes, search_levels
-from ..backends.protocols import Backend, Grid, ParticleMask, SearchLevel, SearchSession, SearchSetup, SumSetup, WeightedSum
+from ..backends.newton import MAX_STEPS
+from ..backends.protocols import Backend, Grid, ParticleBatch, ParticleMask, SearchLevel, SearchSession, SearchSetup, SumSetup, WeightedSum
 from ..errors import WorkerError
 from ..io.paths import whole_file
 from ..masks import sphere_mean_square
-from ..noise import NoiseModel
+from ..noise import NoiseModel, NoiseModels
 from ..particles import ParticleReader
 from ..pose_prior import PosePrior, PriorWidths
 from ..values import Weight
@@ -42,6 +43,8 @@ class Chunk:
         Centres of the hard shift limit.
     anchor_rotations : (p, 3, 3) float64
         Orientations that a prior is about.
+    groups : (p,) int32 or None
+        Which of a task's noise models is whose; None: all have the first.
     """
 
     half: int
@@ -53,6 +56,7 @@ class Chunk:
     shifts_angst: NDArray[np.float64]
     anchors_angst: NDArray[np.float64]
     anchor_rotations: NDArray[np.float64]
+    groups: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -76,13 +80,13 @@ class ReferenceFile:
 
 @dataclass(frozen=True, slots=True)
 class AlignTask:
-    """Search, refine and measure residuals for one chunk; `local_mask` is a mask file's, for flcf."""
+    """Search, refine (`most_steps` 0: only look) and measure residuals for one chunk; `local_mask` is a mask file's, for flcf."""
 
     chunk: Chunk
     reader: ParticleReader
     reference: ReferenceFile
     particle_mask: ParticleMask
-    noise: NoiseModel
+    noise: NoiseModels
     score: str
     k_min: float
     k_max: float
@@ -92,6 +96,7 @@ class AlignTask:
     refine: bool
     prior: PriorWidths = PriorWidths()
     local_mask: ReferenceFile | None = None
+    most_steps: int = MAX_STEPS
 
     @property
     def affinity(self) -> tuple[str, ...]:
@@ -144,7 +149,7 @@ class SumTask:
 
     chunk: Chunk
     reader: ParticleReader
-    noise: NoiseModel
+    noise: NoiseModels
     turns: NDArray[np.float64] | None = None
     shares: NDArray[np.float64] | None = None
 
@@ -184,10 +189,10 @@ class WorkerState:
 
     def search_session(self, task: AlignTask) -> SearchSession:
         """The session of a task's setup, opened on first sight; the last two are kept."""
-        noise = task.noise
         text = repr((task.reader.grid, task.reference.digest, task.reference.scale, task.particle_mask, task.score, task.k_min, task.k_max))
-        text += repr((task.max_shift_angst, noise.gamma, noise.epsilon, task.local_mask and task.local_mask.digest))
-        key = hashlib.blake2b(text.encode() + noise.sigma2.tobytes(), digest_size=16).digest()
+        text += repr((task.max_shift_angst, task.local_mask and task.local_mask.digest))
+        text += repr([(noise.gamma, noise.epsilon, noise.gain) for noise in task.noise])
+        key = hashlib.blake2b(text.encode() + b"".join(noise.sigma2.tobytes() for noise in task.noise), digest_size=16).digest()
         session = self.sessions.get(key)
         if session is None:
             while len(self.sessions) >= _SESSIONS:
@@ -197,7 +202,7 @@ class WorkerState:
                     task.reader.grid,
                     task.reference.read(),
                     task.particle_mask,
-                    noise,
+                    task.noise,
                     task.score,
                     task.k_min,
                     task.k_max,
@@ -269,32 +274,32 @@ def run_align(task: AlignTask) -> ChunkResult:
     """Runs an `AlignTask` in this process."""
     chunk = task.chunk
     session = _worker().search_session(task)
-    batch = task.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths)
-    levels, evidence, prior = _schedule(task)
+    batch, levels, evidence, prior = _prepared(task)
     poses = chunk.rotations, chunk.shifts_angst, chunk.anchors_angst
-    return align_chunk(session, batch, *poses, levels, task.refine, task.plan, evidence, prior)
+    return align_chunk(session, batch, *poses, levels, task.refine, task.plan, evidence, prior, task.most_steps)
 
 
-def _schedule(task: AlignTask) -> tuple[tuple[SearchLevel, ...], float, PosePrior | None]:
-    """Levels, the log-likelihood that a unit of score stands for (0: none), and the prior."""
-    grid = task.reader.grid
+def _prepared(task: AlignTask) -> tuple[ParticleBatch, tuple[SearchLevel, ...], float, PosePrior | None]:
+    """Particles, levels, the log-likelihood that a unit of score stands for (0: none), and the prior."""
+    chunk, grid = task.chunk, task.reader.grid
     levels = () if task.plan is None else search_levels(task.plan, grid.binned_box_size, grid.binned_pixel_size_angst, task.radius_voxels)
+    batch = replace(task.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths), groups=chunk.groups)
     evidence = 0.0
     if levels and task.score == "ml":
         evidence = sphere_mean_square(grid.binned_box_size, task.particle_mask.radius_voxels, task.particle_mask.soft_edge_voxels)
-    return levels, evidence, PosePrior.about(task.prior, task.chunk.anchor_rotations, task.chunk.anchors_angst)
+    return batch, levels, evidence, PosePrior.about(task.prior, chunk.anchor_rotations, chunk.anchors_angst)
 
 
 def run_classes(task: ClassesTask) -> ClassesResult:
     """Runs a `ClassesTask` in this process."""
-    chunk, common = task.chunk, task.common
-    levels, evidence, prior = _schedule(common)
+    common = task.common
+    batch, levels, evidence, prior = _prepared(common)
     return align_classes(
         lambda c: _worker().search_session(replace(common, reference=task.references[c])),
-        common.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths),
+        batch,
         task.rotations,
         task.shifts_angst,
-        chunk.anchors_angst,
+        task.chunk.anchors_angst,
         levels,
         common.refine,
         task.given,
@@ -323,6 +328,8 @@ def run_sum(task: SumTask) -> SumResult:
                 batch = task.reader.batch(
                     tuple(chunk.names[i] for i in rows), tuple(chunk.volume_paths[i] for i in rows), tuple(chunk.weight_paths[i] for i in rows)
                 )
+                if chunk.groups is not None:
+                    batch = replace(batch, groups=chunk.groups[rows])
                 shares = None if task.shares is None else task.shares[rows]
                 left_out = session.add(batch, chunk.rotations[rows] @ turn, chunk.shifts_angst[rows], shares)
                 if number == 0:

@@ -42,6 +42,8 @@ ORIGINS_PIXEL = ("rlnOriginX", "rlnOriginY", "rlnOriginZ")
 TILTS = ("ngTiltMinDeg", "ngTiltMaxDeg")
 """Our own columns: a wedge by its lowest and highest tilt about y, both 0 for none. RELION passes over them."""
 _NAMES_30 = ("", "images", "particles")
+USUAL_OPTICS = {"rlnVoltage": 300.0, "rlnSphericalAberration": 2.7, "rlnAmplitudeContrast": 0.07}
+"""RELION 3.1 reads no CTF volume from a list without them; nothing is computed from them."""
 # columns whose meaning a `ParticleSet` carries
 _UNDERSTOOD = frozenset(
     (
@@ -249,7 +251,12 @@ def read_relion_particles(
     )
 
 
-def write_relion_particles(path: str | Path, particles: ParticleSet, extra_columns: Mapping[str, ArrayLike] | None = None) -> None:
+def write_relion_particles(
+    path: str | Path,
+    particles: ParticleSet,
+    extra_columns: Mapping[str, ArrayLike] | None = None,
+    optics: Mapping[str, float] | None = None,
+) -> None:
     """Write a RELION list, whole or not at all; format, columns, blocks and digits are those of the list that was read.
 
     Poses that changed are written with 6 decimals. Particles without a RELION source become a RELION 3.1 list.
@@ -261,6 +268,8 @@ def write_relion_particles(path: str | Path, particles: ParticleSet, extra_colum
     particles : ParticleSet
     extra_columns : dict of label to (n,) array, optional
         Columns to add or replace: numbers or texts.
+    optics : dict of label to float, optional
+        Of the microscope, for a new list; in place of `USUAL_OPTICS`.
 
     Raises
     ------
@@ -269,7 +278,7 @@ def write_relion_particles(path: str | Path, particles: ParticleSet, extra_colum
     """
     source = particles.source if isinstance(particles.source, RelionSource) else None
     if source is None:
-        source = new_relion_source(particles, Path(os.path.abspath(path)).parent)
+        source = new_relion_source(particles, Path(os.path.abspath(path)).parent, optics)
     if len(source.rows) != len(particles):
         raise ListError(f"{path}: {len(particles)} particles come with {len(source.rows)} rows of {source.document.path}")
     block = source.block.take(source.rows)
@@ -520,7 +529,8 @@ def _origins_angst(block: StarBlock, pixel_size_angst: NDArray[np.float64]) -> N
     has_angst = any(label in block.labels for label in ORIGINS_ANGST)
     has_pixel = any(label in block.labels for label in ORIGINS_PIXEL)
     if not has_angst:
-        return triples(block, ORIGINS_PIXEL) * pixel_size_angst[:, None]
+        pixel = triples(block, ORIGINS_PIXEL)
+        return np.where(pixel == 0, 0.0, pixel * pixel_size_angst[:, None])  # no shift is none whatever the voxel
     angst = triples(block, ORIGINS_ANGST)
     if has_pixel:
         differ = _origins_differ(angst, triples(block, ORIGINS_PIXEL), pixel_size_angst)
@@ -555,7 +565,7 @@ def _half_sets(block: StarBlock) -> NDArray[np.int8]:
 
 
 def _tomograms(block: StarBlock) -> tuple[str, ...]:
-    for label in ("rlnMicrographName", "rlnTomoName"):
+    for label in ("rlnTomoName", "rlnMicrographName"):  # where there are both, the second may be a name for each particle
         if label in block.labels:
             known: dict[str, str] = {}  # there are few names, and each needs to be there once
             return tuple(known.setdefault(name, name) for name in block.texts(label))
@@ -647,7 +657,7 @@ def _write_pixel_size(blocks: list[StarBlock], particles: StarBlock, pixel_size:
     return result
 
 
-def new_relion_source(particles: ParticleSet, folder: Path) -> RelionSource:
+def new_relion_source(particles: ParticleSet, folder: Path, microscope: Mapping[str, float] | None = None) -> RelionSource:
     """A RELION 3.1 list for particles that came from elsewhere; poses are left to the writer, who takes all of them for changed.
 
     Parameters
@@ -655,6 +665,8 @@ def new_relion_source(particles: ParticleSet, folder: Path) -> RelionSource:
     particles : ParticleSet
     folder : Path
         Of the list, from which weight volumes are named.
+    microscope : dict of label to float, optional
+        In place of `USUAL_OPTICS`.
     """
     n = len(particles)
     groups = [int(g) for g in np.unique(particles.groups)] or [0]
@@ -665,6 +677,7 @@ def new_relion_source(particles: ParticleSet, folder: Path) -> RelionSource:
         "rlnImageSize": [str(particles.box_size)] * len(groups),
         "rlnImageDimensionality": ["3"] * len(groups),
         "rlnCtfDataAreCtfPremultiplied": [str(int(particles.premultiplied))] * len(groups),
+        **{label: [f"{value:.6g}"] * len(groups) for label, value in (USUAL_OPTICS | dict(microscope or {})).items()},
     }
     if not particles.box_size:
         del table["rlnImageSize"]

@@ -137,7 +137,7 @@ def test_unusable_particles_are_named_and_left_out(make_backend, make_case):
         refined = session.refine(found, case.shifts_angst)
         assert (refined.scores[[1, 2]] == -np.inf).all()
         assert np.isfinite(refined.scores[[0, 3]]).all()
-        results.append(session.residuals(refined.rotations, refined.shifts_angst).count)
+        results.append(session.residuals(refined.rotations, refined.shifts_angst)[0].count)
         sums = backend.open_sum(SumSetup(case.setup.grid, case.setup.particle_mask, case.setup.noise))
         assert sums.add(batch, case.rotations, case.shifts_angst) == [(1, "constant")]
         assert sums.result().n_particles == 3
@@ -211,6 +211,18 @@ def test_covariance_is_the_scatter_of_refined_poses(make_backend, make_case):
     whitened = np.stack([np.linalg.solve(np.linalg.cholesky(c), e) for c, e in zip(found.covariances, error, strict=True)])
     rms = np.sqrt((whitened**2).mean(0))
     assert ((rms > 0.7) & (rms < 1.6)).all()
+
+
+def test_no_steps_leave_the_poses_and_give_their_sums(make_backend, make_case):
+    case = make_case(16, "ctf2", gamma=1.0, particles=2, noise=1.5)
+    away = as_candidates(case.rotations, case.shifts_angst + 0.5 * case.voxel_angst)
+    fast, exact = (opened(backend, case).refine(away, case.shifts_angst, 0) for backend in (make_backend(), ReferenceBackend()))
+    for found in (fast, exact):
+        np.testing.assert_array_equal(found.rotations, case.rotations)
+        np.testing.assert_allclose(found.shifts_angst, away.shifts_angst[:, 0], rtol=1e-12)
+        assert (found.steps == 0).all()
+    np.testing.assert_allclose(fast.numerator, exact.numerator, rtol=0.02)
+    np.testing.assert_allclose(fast.denominator, exact.denominator, rtol=0.02)
 
 
 def test_margin_is_the_gain_over_another_pose(make_backend, make_case):
@@ -421,12 +433,12 @@ def test_a_limit_that_leaves_no_place_leaves_no_candidate(make_backend, make_cas
 def test_residual_power(make_backend, make_case, n, weight):
     """The same samples in the same bins; power within 4 % where there is noise (1-2 % interpolation error of a weak model)."""
     case = make_case(n, weight, particles=6, k_max=4.0)
-    fast, exact = (opened(b, case).residuals(case.rotations, case.shifts_angst) for b in (make_backend(), ReferenceBackend()))
+    fast, exact = (opened(b, case).residuals(case.rotations, case.shifts_angst)[0] for b in (make_backend(), ReferenceBackend()))
     np.testing.assert_array_equal(fast.count, exact.count)
     np.testing.assert_allclose(fast.weight_sum, exact.weight_sum, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(fast.power.sum(0), exact.power.sum(0), rtol=0.04)
     assert exact.count[:, 7 if n == 16 else 6 :].sum() == 0
-    moved = opened(make_backend(), case).residuals(case.rotations, case.shifts_angst + case.voxel_angst)
+    moved = opened(make_backend(), case).residuals(case.rotations, case.shifts_angst + case.voxel_angst)[0]
     assert (moved.power.sum(0)[1:5] > 1.02 * fast.power.sum(0)[1:5]).all()
     np.testing.assert_allclose(moved.power.sum(0)[5:], fast.power.sum(0)[5:], err_msg="nothing is subtracted beyond the band")
 
@@ -437,7 +449,7 @@ def test_residuals_of_each_particle_add_up(make_backend, make_case, weight, sign
     case = make_case(16, weight, particles=3)
     session = opened(make_backend(), case)
     each, found = session.residuals_each(case.rotations, case.shifts_angst)
-    total = session.residuals(case.rotations, case.shifts_angst)
+    total = session.residuals(case.rotations, case.shifts_angst)[0]
     assert found.tolist() == [signed] * 3
     exact, _ = opened(ReferenceBackend(), case).residuals_each(case.rotations, case.shifts_angst)
     for name in ("power", "count", "weight_sum"):
@@ -454,7 +466,7 @@ def test_residuals_at_the_truth_give_back_the_noise(make_backend, make_case):
     taken off, which takes a little noise out of the first shells.
     """
     case = make_case(16, "none", particles=24, noise=2.0)
-    power = opened(make_backend(), case).residuals(case.rotations, case.shifts_angst)
+    power = opened(make_backend(), case).residuals(case.rotations, case.shifts_angst)[0]
     shells = slice(3, 7)
     measured = power.power.sum(0)[shells] / power.count.sum(0)[shells]
     np.testing.assert_allclose(measured, case.setup.noise.sigma2[shells], rtol=0.1)
