@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -122,19 +121,6 @@ def choose_workers(settings: AlignSettings | AverageSettings) -> WorkerPlan:
     if workers > max(16, 4 * cores):
         raise SettingsError(f"--cpu-procs {workers}: expected at most {max(16, 4 * cores)} on {cores} usable cores")
     return WorkerPlan(workers, note=note_text)
-
-
-@contextmanager
-def shown_warnings() -> Any:
-    """Library warnings as one line each."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", UserWarning)
-        previous = warnings.showwarning
-        warnings.showwarning = lambda message, *rest, **more: warn(" ".join(str(message).split()))
-        try:
-            yield
-        finally:
-            warnings.showwarning = previous
 
 
 def _levels(job: Job, plan: SearchPlan) -> tuple[SearchLevel, ...]:
