@@ -16,6 +16,7 @@ from numba_glocal import __version__
 from numba_glocal.alignment import SearchPlan, search_levels
 from numba_glocal.averaging import warm_up as warm_up_maps
 from numba_glocal.backends.protocols import SearchLevel
+from numba_glocal.classification import class_text
 from numba_glocal.devices import memory_bytes, resolve_gpus, workers_per_gpu
 from numba_glocal.errors import DeviceError, SettingsError, plural
 from numba_glocal.execution.executors import make_executor
@@ -23,10 +24,9 @@ from numba_glocal.execution.pinning import usable_cores
 from numba_glocal.execution.pool import WorkerEvent
 from numba_glocal.execution.tasks import particles_treated, start_worker, warm_up, warm_up_cuda
 from numba_glocal.fourier import padded_offset
-from numba_glocal.job import Job, largest_chunk, particle_bytes
-from numba_glocal.refinement import RunResult
+from numba_glocal.job import Job, largest_chunk, particle_bytes, start_classes
 from numba_glocal.report import WorkerSummary, write_report
-from numba_glocal.results import FILES, RunFolder, RunState, load_report_data, total_of_legs
+from numba_glocal.results import FILES, RunFolder, RunResult, RunState, load_report_data, total_of_legs
 from numba_glocal.schedule import first_search, has_converged
 from numba_glocal.settings import AlignSettings, AverageSettings
 from numba_glocal.symmetry import grid_factors
@@ -190,6 +190,8 @@ def _estimate(job: Job, plan: WorkerPlan, levels: tuple[SearchLevel, ...]) -> st
         search += seeds * pairs * (len(level.rotations) * _NS_PER_PAIR + 2.0 * _NS_PER_SAMPLE)
     refine = 10.0 * 2.1 * levels[-1].k_max ** 3 * _NS_PER_SAMPLE
     each = (search + refine) * 1e-9 + 0.004 * (n / 64.0) ** 3
+    if isinstance(job.settings, AlignSettings):
+        each *= job.settings.classes  # all but the first of them without start maps
     count = len(job.particles)
     maps = 2.0 * (n / 64.0) ** 3
     first = maps + count * (each + 2.0 * _READ_SECONDS * (n / 64.0) ** 3) / plan.workers
@@ -221,7 +223,8 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         levels = _levels(job, first)
         text = ", ".join(f"{len(level.rotations)} rotations to {job.shell_of(1.0) / level.k_max:.0f} A" for level in levels)
         facts += [
-            ("start map", settings.reference or "average of the given poses"),
+            ("start map", ", ".join(settings.references) or "average of the given poses"),
+            *_class_facts(job, settings),
             ("first search", f"{_where(settings)}{text}; shifts within {first.shift_radius_angst:.0f} A"),
             ("score", settings.score),
             ("iterations", f"{'at most ' if settings.until_converged else ''}{settings.iterations}"),
@@ -240,6 +243,20 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("output", settings.output),
     ]
     return facts
+
+
+def _class_facts(job: Job, settings: AlignSettings) -> list[tuple[str, str]]:
+    """How many classes, from what, and what decides."""
+    if settings.classes == 1:
+        return []
+    if settings.further_references:
+        start = "each from its start map"
+    elif start_classes(job.particles, settings.classes) is not None:
+        start = "from the list's rlnClassNumber, after the first iteration"
+    else:
+        start = f"drawn at random after the first iteration (--seed {settings.seed})"
+    by = "log-likelihood" if settings.score == "ml" else f"score {settings.score}"
+    return [("classes", f"{settings.classes}, {start}; {settings.class_assignment} assignment by {by}")]
 
 
 def _where(settings: AlignSettings) -> str:
@@ -346,6 +363,7 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
             *(__version__, command, job.settings.particles, *halves),
             *(plural(plan.workers, "worker"), ", ".join(f"GPU {gpu}" for gpu in plan.gpu_ids) or "the CPU"),
         )
+        logging.getLogger(f"{_LOG}.plan").info("noise: %s", job.noise_groups)
         for line in job.warnings:  # shown already
             logging.getLogger(f"{_LOG}.plan").warning(line)
         with make_executor(
@@ -404,6 +422,7 @@ def _write_summary(job: Job, folder: RunFolder, command: str, result: RunResult,
             "criterion": settings.fsc_criterion,
             "resolution_angst": result.crossing.resolution_angst if result.crossing.shell > 0 else None,
             "iterations": state.history if state is not None else [],
+            "classes": state.history[-1].get("classes", []) if state is not None and state.history else [],
             "converged": has_converged(state.history) if state is not None and state.history else None,
             "score": getattr(settings, "score", "none"),
             "workers": [dataclasses.asdict(worker) for worker in workers],
@@ -422,7 +441,13 @@ def _write_summary(job: Job, folder: RunFolder, command: str, result: RunResult,
 
 def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, seconds: float, job: Job) -> None:
     crossing = result.crossing
-    if crossing.shell < 1:
+    if result.classes:
+        for of_class in result.classes:
+            say(f"C{class_text(of_class)[1:]}.")
+        change = None if state is None or not state.history else state.history[-1].get("class_change")
+        if change is not None:
+            say(f"In the last iteration {100 * change:.1f} % of the particles changed their class.")
+    elif crossing.shell < 1:
         say("The half-maps do not agree at any resolution: there is no structure to report.")
     else:
         where = "" if crossing.crossed else " (the FSC never falls below the criterion: the pixel size limits it)"
@@ -440,7 +465,7 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
     if state is not None and state.history:
         last = state.history[-1]
         say(f"Median change of the last iteration: {last['angle_change_deg']:.2f} degrees, {last['shift_change_angst']:.2f} A.")
-        unclear = f"; {plural(last['ambiguous'], 'particle')} had a second mode at odds of more than 1 to 100" if last["ambiguous"] else ""
+        unclear = f"; {plural(last['ambiguous'], 'particle')} had a second mode at odds of more than 1 to 100" if last.get("ambiguous") else ""
         say(f"Median uncertainty of a pose, along one axis: {last['angle_sigma_deg']:.2f} degrees, {last['shift_sigma_angst']:.2f} A{unclear}.")
         if getattr(job.settings, "until_converged", False):
             reached = "Converged" if has_converged(state.history) else "Not converged"
@@ -453,7 +478,8 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
     legs = folder.legs()
     in_all = f" ({total_of_legs(legs)[0]:.1f} s in all, resumed {plural(len(legs) - 1, 'time')})" if len(legs) > 1 else ""
     say(f"{result.half_counts[0]} + {result.half_counts[1]} particles, {seconds:.1f} s{in_all}.")
-    say(f"Results in {folder.path}: average.mrc, half1.mrc, half2.mrc, {_lists(folder)}, fsc.star, report.html")
+    maps = f"class1 to class{len(result.classes)} with maps and FSC" if result.classes else "average.mrc, half1.mrc, half2.mrc, fsc.star"
+    say(f"Results in {folder.path}: {maps}, {_lists(folder)}, report.html")
 
 
 def _lists(folder: RunFolder) -> str:

@@ -62,6 +62,8 @@ class Job:
     warnings : list of str
     noise_groups : NoiseGroups
         Of `particles`, which carry them.
+    further_start_maps : tuple of (n, n, n) float32
+        Of the second class and those after it.
     listed_rotations : (a, 3, 3) float64 or None
         Of --angle-list, each once.
     """
@@ -79,6 +81,7 @@ class Job:
     start_map: NDArray[np.float32] | None = field(repr=False)
     warnings: list[str]
     noise_groups: NoiseGroups
+    further_start_maps: tuple[NDArray[np.float32], ...] = field(default=(), repr=False)
     listed_rotations: NDArray[np.float64] | None = field(default=None, repr=False)
 
     @property
@@ -171,7 +174,8 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     size_angst = binned * grid.binned_pixel_size_angst
     k_limit = float(max_band(binned))
     k_min = 0.0
-    reference = listed = None
+    references: list[NDArray[np.float32]] = []
+    listed = None
     if isinstance(settings, AlignSettings):
         if settings.lowpass_angst is not None:
             k_limit = min(k_limit, size_angst / settings.lowpass_angst)
@@ -184,14 +188,42 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
                 f"{named}: nothing is left to align between {size_angst / max(k_min, 1.0):.3g} A and {size_angst / k_limit:.3g} A"
                 f" in a box of {size_angst:.4g} A; expected a wider band"
             )
-        if settings.reference is not None and not resume:
-            reference = _start_map(grid, settings.reference, settings.initial_lowpass_angst, particles.pixel_size_source)
-            if settings.mirror:
-                reference = mirrored(reference)
+        if not resume:
+            for path in settings.references:
+                start_map = _start_map(grid, path, settings.initial_lowpass_angst, particles.pixel_size_source)
+                references.append(mirrored(start_map) if settings.mirror else start_map)
         if settings.angle_list is not None:
             listed = distinct_rotations(read_angle_list(settings.angle_list))
+        warnings += _classes_of_list(particles, settings)
     _check_weights(particles, reader, k_min, k_limit)
-    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings, groups, listed)
+    first, further = (references[0], tuple(references[1:])) if references else (None, ())
+    masks = particle_mask, mask, mask_name, diameter, source
+    return Job(settings, particles, reader, *masks, k_min, k_limit, first, warnings, groups, further, listed)
+
+
+def start_classes(particles: ParticleSet, count: int) -> NDArray[np.int64] | None:
+    """Classes, from 0, that the list gives its particles, where each of `count` has two in either half-set."""
+    if particles.classes is None:
+        return None
+    places = [particles.classes[particles.half == half] for half in (1, 2)]
+    if particles.classes.max() > count or any((np.bincount(place, minlength=count + 1)[1 : count + 1] < 2).any() for place in places):
+        return None
+    return particles.classes.astype(np.int64) - 1 if particles.classes.min() > 0 else None
+
+
+def _classes_of_list(particles: ParticleSet, settings: AlignSettings) -> list[str]:
+    """A line where the list's own classes are (not) used."""
+    if settings.classes == 1 or particles.classes is None or len(np.unique(particles.classes)) < 2:
+        return []
+    if settings.further_references:
+        return ["the list's rlnClassNumber is not used: each class has a start map; it is replaced in the result"]
+    if start_classes(particles, settings.classes) is None:
+        found = ", ".join(f"{number} ({int((particles.classes == number).sum())})" for number in np.unique(particles.classes)[:10])
+        return [
+            f"the list's rlnClassNumber is not used: expected 1 to {settings.classes} with two particles of each in either half-set, found {found};"
+            " classes are drawn at random"
+        ]
+    return ["classes start from the list's rlnClassNumber, not at random"]
 
 
 @contextmanager

@@ -85,6 +85,11 @@ class ResidualPower:
         """Nothing collected yet."""
         return ResidualPower(*(np.zeros((N_WEIGHT_BINS, n_shells)) for _ in range(3)))
 
+    @staticmethod
+    def stacked(each: list[ResidualPower]) -> ResidualPower:
+        """Of several particles, (p, N_WEIGHT_BINS, shells)."""
+        return ResidualPower(*(np.stack([getattr(one, name) for one in each]) for name in ("power", "count", "weight_sum")))
+
 
 NoiseModels: TypeAlias = tuple[NoiseModel, ...]
 """One model for each group of particles."""
@@ -137,6 +142,40 @@ def noise_line(facts: Sequence[Sequence[float]]) -> str:
 def _range(values: Sequence[float]) -> str:
     low, high = f"{min(values):.3g}", f"{max(values):.3g}"
     return low if low == high else f"{low} to {high}"
+
+
+def held_in_average(
+    each: ResidualPower, signed: NDArray[np.bool_], models: NoiseModels, groups: NDArray[np.integer]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What each particle brings to the sums of an average, by shell.
+
+    Parameters
+    ----------
+    each : ResidualPower
+        (p, N_WEIGHT_BINS, shells)
+    signed : (p,) bool
+        Whether a is C^2 instead of \\|C\\|.
+    models : tuple of NoiseModel
+    groups : (p,) int
+        Which of them is whose.
+
+    Returns
+    -------
+    weight : (p, shells) float64
+        Sum of ``w C^2`` with the weights of sums, in units of the particle's own largest C^2.
+    power : (p, shells) float64
+        The same with each sample's noise power in units of its variance.
+    """
+    relative = relative_inverse_sigma2(models).astype(np.float64)
+    weight, power = np.zeros(each.power.shape[::2]), np.zeros(each.power.shape[::2])
+    for group, model in enumerate(models):
+        rows = groups == group
+        a = each.weight_sum[rows] / np.maximum(each.count[rows], 1.0)
+        form = model.variance_form(a)
+        per_sample = np.where(signed[rows, None, None], a, a * a) / form * model.gain**2 * relative[group]
+        weight[rows] = (per_sample * each.count[rows]).sum(1)
+        power[rows] = (per_sample * each.power[rows] / form).sum(1) * model.inverse_sigma2()[:-1]
+    return weight, power
 
 
 def add_residuals(total: GroupResiduals, part: GroupResiduals) -> None:

@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .alignment import ChunkResult, SearchPlan
+from .alignment import ChunkResult, ClassesResult, SearchPlan
 from .averaging import merge, symmetrise_sums
 from .backends.protocols import WeightedSum
 from .errors import GlocalError, plural
 from .execution.executors import gather_in_order
-from .execution.tasks import AlignTask, ReferenceFile, SumResult, SumTask, run_task, write_reference
+from .execution.tasks import AlignTask, Chunk, ClassesTask, ReferenceFile, SumResult, SumTask, run_task, write_reference
 from .job import Job, largest_chunk, make_chunks
 from .noise import GroupResiduals, NoiseModel, NoiseModels, add_residuals, fit_gains, fit_noise_groups, noise_facts
-from .results import RunFolder, RunState
+from .results import ClassState, RunFolder, RunState
 from .schedule import prior_widths
 from .settings import AlignSettings
 from .symmetry import grid_factors
@@ -125,27 +125,9 @@ class Passes:
         refine: bool,
     ) -> Aligned:
         """One pass of align tasks over both halves."""
-        settings = self.job.settings
-        assert isinstance(settings, AlignSettings)
         particles = self.job.particles.with_poses(state.poses)
-        local_mask = self._local_mask()
         tasks = [
-            AlignTask(
-                chunk,
-                self.job.reader,
-                references[half],
-                self.job.particle_mask,
-                noise[half],
-                settings.score,
-                self.job.k_min,
-                k_max,
-                math.inf if settings.max_shift_angst is None else settings.max_shift_angst,
-                plan,
-                self.job.radius_voxels,
-                refine,
-                prior_widths(settings),
-                local_mask,
-            )
+            self._align_task(chunk, references[half], noise[half], k_max, plan, refine)
             for half in HALVES
             for chunk in make_chunks(particles, self.anchors, half, largest=self.largest_chunk)
         ]
@@ -153,6 +135,58 @@ class Passes:
         for task, result in self.results(title, tasks):
             aligned.take(task, result)
         return aligned
+
+    def classes(
+        self,
+        title: str,
+        classes: ClassState,
+        references: list[dict[int, ReferenceFile]],
+        noise: dict[int, NoiseModels],
+        k_max: float,
+        plan: SearchPlan | None,
+        refine: bool,
+        handicap: NDArray[np.float64] | None = None,
+        halves: tuple[int, ...] = HALVES,
+    ) -> ClassesAligned:
+        """One pass of every particle (of the halves given) over the classes of its half; without `refine` over its own class only, for residuals.
+
+        `handicap` (c, n) is taken off the log-likelihoods before they are compared, 0 by default.
+        """
+        given = np.maximum(classes.numbers - 1, 0)
+        handicap = np.zeros(classes.shares.shape) if handicap is None else handicap
+        tasks = []
+        for half in halves:
+            files = tuple(of_class[half] for of_class in references)
+            for chunk in make_chunks(self.job.particles, self.anchors, half, largest=self.largest_chunk):
+                common, rows = self._align_task(chunk, files[0], noise[half], k_max, plan, refine), chunk.rows
+                tasks.append(ClassesTask(common, files, classes.rotations[:, rows], classes.shifts_angst[:, rows], given[rows], handicap[:, rows]))
+        aligned = ClassesAligned(classes, self.job.grid.binned_box_size // 2 + 1)
+        for task, result in self.results(title, tasks):
+            aligned.take(task, result)
+        return aligned
+
+    def _align_task(
+        self, chunk: Chunk, reference: ReferenceFile, noise: NoiseModels, k_max: float, plan: SearchPlan | None, refine: bool
+    ) -> AlignTask:
+        """What a chunk is compared with, and how, by the run's settings."""
+        settings = self.job.settings
+        assert isinstance(settings, AlignSettings)
+        return AlignTask(
+            chunk,
+            self.job.reader,
+            reference,
+            self.job.particle_mask,
+            noise,
+            settings.score,
+            self.job.k_min,
+            k_max,
+            math.inf if settings.max_shift_angst is None else settings.max_shift_angst,
+            plan,
+            self.job.radius_voxels,
+            refine,
+            prior_widths(settings),
+            self._local_mask(),
+        )
 
     def _local_mask(self) -> ReferenceFile | None:
         """A mask file's mask, where workers need it: flcf's local deviation is taken under it."""
@@ -169,13 +203,20 @@ class Passes:
         poses: Poses,
         noise: dict[int, NoiseModels],
         symmetry: str | None = None,
+        shares: NDArray[np.float64] | None = None,
         included: NDArray[np.bool_] | None = None,
     ) -> dict[int, WeightedSum]:
-        """Sums of both halves at given poses, each half by itself with the run's symmetry (or the one given); of all or those `included`."""
+        """Sums of both halves at given poses, each half by itself with the run's symmetry (or the one given); of all or those `included`.
+
+        With shares (n,) a particle counts as much as that; those with nothing are not looked at.
+        """
         particles = self.job.particles.with_poses(poses)
         turns, grid_turns = grid_factors(symmetry or self.job.settings.symmetry)
+        if shares is not None:
+            included = shares > 0 if included is None else included & (shares > 0)
+        partial = shares if shares is not None and np.any(shares[shares > 0] != 1.0) else None
         tasks = [
-            SumTask(chunk, self.job.reader, noise[half], turns if len(turns) > 1 else None)
+            SumTask(chunk, self.job.reader, noise[half], turns if len(turns) > 1 else None, None if partial is None else partial[chunk.rows])
             for half in HALVES
             for chunk in make_chunks(particles, self.anchors, half, self._sum_parts, self._sum_chunk, included)
         ]
@@ -207,7 +248,7 @@ class Passes:
         """`noise.noise_facts` of each half, by its number as text: as JSON keeps it."""
         return {str(half): noise_facts(noise[half], min(3, int(k_max)), int(k_max)) for half in HALVES}
 
-    def fit_gains(self, aligned: Aligned, noise: dict[int, NoiseModels]) -> Gains:
+    def fit_gains(self, aligned: Aligned | ClassesAligned, noise: dict[int, NoiseModels]) -> Gains:
         """Scales of the groups' signals in each half, from the sums at refined poses under `noise`."""
         groups = self.job.particles.noise_groups
         if groups is None:
@@ -223,6 +264,49 @@ class Passes:
         if gains and all(len(gains[half]) == count for half in HALVES):
             return gains
         return {half: (1.0,) * count for half in HALVES}
+
+
+class ClassesAligned:
+    """Results of one pass over the classes, put back in the list's order.
+
+    Attributes
+    ----------
+    classes : ClassState
+        With the new poses; shares and margins as before.
+    scores, log_likelihood : (c, n) float64
+        -inf where there is none.
+    angle_sigma_deg, shift_sigma_angst : (c, n) float64
+    best : (n,) int64
+        Class of each particle, from 0.
+    residuals : dict of half to GroupResiduals
+    numerator, denominator : (n,) float64
+        num and den2 against its class.
+    held_weight, held_power : (n, shells) float64
+        See `noise.held_in_average`.
+    """
+
+    def __init__(self, classes: ClassState, n_shells: int) -> None:
+        shape = classes.shares.shape
+        self.classes = replace(classes, rotations=classes.rotations.copy(), shifts_angst=classes.shifts_angst.copy())
+        self.scores, self.log_likelihood = np.full(shape, -np.inf), np.full(shape, -np.inf)
+        self.angle_sigma_deg, self.shift_sigma_angst = np.full(shape, np.nan), np.full(shape, np.nan)
+        self.best = np.zeros(shape[1], np.int64)
+        self.held_weight, self.held_power = np.zeros((shape[1], n_shells)), np.zeros((shape[1], n_shells))
+        self.residuals: dict[int, GroupResiduals] = {half: {} for half in HALVES}
+        self.numerator, self.denominator = np.zeros(shape[1]), np.zeros(shape[1])
+
+    def take(self, task: ClassesTask, result: ClassesResult) -> None:
+        """Adds one chunk's result."""
+        rows = task.chunk.rows
+        self.classes.rotations[:, rows], self.classes.shifts_angst[:, rows] = result.rotations, result.shifts_angst
+        self.scores[:, rows], self.log_likelihood[:, rows] = result.scores, result.log_likelihood
+        variance = np.maximum(result.variances, 0.0)
+        self.angle_sigma_deg[:, rows] = np.rad2deg(np.sqrt(variance[..., :3].mean(2)))
+        self.shift_sigma_angst[:, rows] = np.sqrt(variance[..., 3:].mean(2))
+        self.best[rows] = result.best
+        self.held_weight[rows], self.held_power[rows] = result.held_weight, result.held_power
+        self.numerator[rows], self.denominator[rows] = result.numerator, result.denominator
+        add_residuals(self.residuals[task.chunk.half], result.residuals)
 
 
 class Aligned:

@@ -9,14 +9,13 @@ import logging
 import math
 import time
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .averaging import move_frame, relative_motion
-from .backends.protocols import WeightedSum
+from .classification import Classification, class_doubts
+from .common_frame import CommonFrame
 from .errors import SettingsError, plural
 from .execution.pinning import usable_cores
 from .execution.tasks import AlignTask
@@ -29,51 +28,20 @@ from .passes import HALVES, Aligned, Passes, Stage
 from .pose_prior import PriorWidths
 from .reference_maps import ReferenceMaps
 from .resolution import Crossing
-from .results import RunFolder, RunState, finite_or_none
-from .schedule import adapt, best_of_each_half, first_increment_deg, has_converged, has_settled, last_iteration, search_plan, within_limits
+from .results import RunFolder, RunResult, RunState, finite_or_none
+from .schedule import adapt, best_of_each_half, first_increment_deg, has_converged, has_settled, last_iteration, search_plan
 from .settings import AlignSettings, AverageSettings
 from .start import NOTHING, Start, symmetry_doubts
-from .symmetry import angle_modulo_deg, free_motion
-from .values import FSCCurve, Poses, Volume
+from .symmetry import angle_modulo_deg
+from .values import FSCCurve, Volume
 
 _log = logging.getLogger("numba_glocal")
 
-_FRAME_BAND = 12.0
 _REFITS = 2
-_SMALL_MOTION_VOXELS = 0.02
 _CLEAR_ODDS = math.log(100.0)
 """A particle whose second mode is nearer than this in log-likelihood is counted as ambiguous: odds below 100 to 1."""
 _MASK_SPREAD = 1.25
 """Runs on noise agree up to this many box / diameter shells beyond the start map's (measured: 1.07): the mask carries them there."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """What a run reached.
-
-    Attributes
-    ----------
-    fsc : FSCCurve
-    crossing : Crossing
-        Of the corrected curve at the run's criterion.
-    bad : dict of row to reason
-    half_counts : (int, int)
-        Particles in each average.
-    warnings : tuple of str
-        Why the result may not be what it seems, one line each.
-    symmetry_agreement : (float, float) or None
-        How well the start (or the average) has the symmetry before it is imposed; see `symmetry.symmetry_agreement`. None for C1.
-    noise : dict of half (as text) to lists
-        `noise.noise_facts` of its groups; None where none was fitted.
-    """
-
-    fsc: FSCCurve
-    crossing: Crossing
-    bad: dict[int, str]
-    half_counts: tuple[int, int]
-    warnings: tuple[str, ...] = ()
-    symmetry_agreement: tuple[float, float] | None = None
-    noise: dict[str, list[list[float]]] | None = None
 
 
 class Refinement:
@@ -93,6 +61,8 @@ class Refinement:
     def __init__(self, job: Job, executor: Executor, folder: RunFolder, stage: Stage, chunk_limit: int | None = None) -> None:
         self.job, self.folder = job, folder
         self.passes, self.maps = Passes(job, executor, folder, stage, chunk_limit), ReferenceMaps(job, folder)
+        self.frame = CommonFrame(self.passes, self.maps)
+        self.classes = Classification(self.passes, self.maps, self.frame)
         self._symmetry = job.settings.symmetry
         use_threads(usable_cores())  # maps are worked on while the workers wait
 
@@ -112,11 +82,13 @@ class Refinement:
             _log.info("resuming after iteration %d", state.iteration)
         result = None
         while state.iteration < last_iteration(state, settings):
-            state, result = self._iterate(state)
+            if settings.classes > 1 and state.classes is None and state.iteration > 0:
+                state = self.classes.begin(state)
+            state, result = self._iterate(state) if state.classes is None else self.classes.iterate(state)
         if settings.until_converged:
             _log.info("%s after iteration %d", "converged" if has_converged(state.history) else "not converged", state.iteration)
         result = self._stored_result(state) if result is None else result
-        doubts = [*self._doubts(result.crossing), *symmetry_doubts(settings, state.symmetry_agreement)]
+        doubts = [*self._doubts(result.crossing), *symmetry_doubts(settings, state.symmetry_agreement), *class_doubts(result.classes)]
         noise = state.history[-1].get("noise") if state.history else None
         return replace(result, warnings=tuple(doubts), symmetry_agreement=state.symmetry_agreement, noise=noise)
 
@@ -139,7 +111,7 @@ class Refinement:
             aligned = self.passes.align(f"{name}: refine", aligned.state, references, noise, state.k_max, None, True)
             noise = self.passes.fit_noise(aligned.residuals, state.k_max, self.passes.fit_gains(aligned, noise))
         included = best_of_each_half(aligned.state.scores, self.job.particles.half, settings.keep_best_percent)
-        poses, sums, apart = self._one_frame(name, aligned.state.poses, noise, included)
+        poses, sums, apart = self.frame.averages(name, aligned.state.poses, noise, included=included)
         half_maps = self.maps.half_maps(sums)
         fsc = self.maps.fsc(half_maps)
         crossing = self.maps.crossing(fsc)
@@ -214,34 +186,6 @@ class Refinement:
             )
         return next_state, RunResult(fsc, crossing, dict(self.passes.bad), half_counts)
 
-    def _one_frame(
-        self, name: str, poses: Poses, noise: dict[int, NoiseModels], included: NDArray[np.bool_] | None = None
-    ) -> tuple[Poses, dict[int, WeightedSum], tuple[float, float]]:
-        """Averages in a common frame: each half gives way by half of their relative motion, as far as their symmetry leaves it free."""
-        n, pixel = self.job.grid.binned_box_size, self.job.grid.binned_pixel_size_angst
-        settings = self.job.settings
-        assert isinstance(settings, AlignSettings)
-        sums = self.passes.sums(f"{name}: averages", poses, noise, included=included)
-        if not np.any(free_motion(np.ones(3), np.ones(3), self._symmetry)):
-            return poses, sums, (0.0, 0.0)
-        half_maps = self.maps.half_maps(sums)
-        motion = relative_motion(*half_maps, self.job.mask, min(_FRAME_BAND, self.job.k_limit))
-        rotvec, shift_voxels = free_motion(*motion, self._symmetry)
-        angle_deg, distance = float(np.rad2deg(np.linalg.norm(rotvec))), float(np.linalg.norm(shift_voxels))
-        apart = angle_deg, distance * pixel
-        if angle_deg > 15.0 or distance > 0.15 * n:
-            _log.warning("the halves' relative motion (%.1f degrees, %.1f A) is not believed", *apart)
-            return poses, sums, apart
-        if np.linalg.norm(rotvec) * self.job.radius_voxels + distance < _SMALL_MOTION_VOXELS:
-            return poses, sums, apart
-        rotations, shifts = poses.rotations.copy(), poses.shifts_angst.copy()
-        for half, share in ((1, -0.5), (2, 0.5)):
-            rows = np.flatnonzero(self.job.particles.half == half)
-            moved = move_frame(poses.take(rows), rotvec, shift_voxels * pixel, share)
-            rotations[rows], shifts[rows] = moved.rotations, moved.shifts_angst
-        poses = within_limits(Poses(rotations, shifts), self.passes.anchors, settings)
-        return poses, self.passes.sums(f"{name}: averages, one frame", poses, noise, included=included), apart
-
     def _doubts(self, crossing: Crossing) -> list[str]:
         """A resolution within what the start map brought along: there the halves agree even on noise, for both were turned onto one map."""
         settings = self.job.settings
@@ -262,6 +206,8 @@ class Refinement:
         """Of a run that was stopped between its last iteration and its end."""
         assert isinstance(self.job.settings, AlignSettings)
         self.folder.check_unfinished(state, last_iteration(state, self.job.settings))
+        if state.classes is not None:
+            return self.classes.stored_result(state)
         folder = self.folder.iteration_folder(state.iteration)
         fsc = self.maps.fsc((read_volume(folder / "half1.mrc").data, read_volume(folder / "half2.mrc").data))
         used = self.job.particles.half if state.included is None else np.where(state.included, self.job.particles.half, 0)
@@ -272,6 +218,9 @@ class Refinement:
         """Writes the results at the top of the folder."""
         state = self.folder.last_state()
         assert state is not None
+        if state.classes is not None:
+            self.classes.finish(state, result)
+            return state
         folder = self.folder.iteration_folder(state.iteration)
         half_maps = read_volume(folder / "half1.mrc").data, read_volume(folder / "half2.mrc").data
         average = read_volume(folder / "average.mrc").data

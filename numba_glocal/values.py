@@ -274,6 +274,7 @@ class ParticleSet:
     coordinates : Coordinates or None
         Places in the tomograms.
     classes : (n,) int32 or None
+        As the list has them.
     scores : (n,) float64 or None
         Of the program that wrote the list; higher is better, ``nan`` where there is none.
     volume_axes : (n, 3, 3) float64 or None

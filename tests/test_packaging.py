@@ -21,6 +21,7 @@ CLI = ROOT / "cli"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("refinement",),
+    ("classification", "common_frame"),
     ("start", "hand"),
     ("extraction", "passes", "reference_maps", "schedule"),
     ("job",),

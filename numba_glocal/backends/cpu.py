@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -645,9 +646,22 @@ class CPUSearchSession:
 
     def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> GroupResiduals:
         """Residual power by group, weight and shell at given poses; beyond the reference's band the whole power."""
+        residuals: GroupResiduals = {}
+        groups = [int(group) for group in self._groups]
+        self._add_residuals(rotations, shifts_angst, lambda p: residuals.setdefault(groups[p], ResidualPower.empty(self._n // 2 + 1)))
+        return residuals
+
+    def residuals_each(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> tuple[ResidualPower, NDArray[np.bool_]]:
+        """The same for every particle by itself, and whether its weight is a signed CTF."""
+        each = [ResidualPower.empty(self._n // 2 + 1) for _ in self._particles]
+        self._add_residuals(rotations, shifts_angst, each.__getitem__)
+        signed = np.array([particle is not None and particle.signed for particle in self._particles], bool)
+        return ResidualPower.stacked(each), signed
+
+    def _add_residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64], target: Callable[[int], ResidualPower]) -> None:
+        """Adds each usable particle's residual power to its target."""
         grid, n = self.setup.grid, self._n
         band = grid_band(n, float(max_band(n)))
-        residuals: GroupResiduals = {}
         reached = np.flatnonzero(band.radius2 <= min(self.setup.k_max, float(self._reach)) ** 2 + 1e-6)
         points = np.ascontiguousarray(band.k[reached])
         values = np.empty(len(reached), np.complex64)
@@ -656,9 +670,8 @@ class CPUSearchSession:
             if particle is None:
                 continue
             kernels.gather(self._reference, 2 * self._offset + 1, self._offset, points, _matrix(rotations[p]), _SCALE, values, self._curvature)
-            group = int(self._groups[p])
-            power = residuals.setdefault(group, ResidualPower.empty(n // 2 + 1))
-            gain = self._noise[group].gain
+            power = target(p)
+            gain = self._noise[int(self._groups[p])].gain
             model[reached] = values if gain == 1 else values * gain
             shift = angst_to_voxels(shifts_angst[p], grid.pixel_size_angst, grid.box_size, n)
             kernels.residual_power(
@@ -676,7 +689,6 @@ class CPUSearchSession:
                 power.count,
                 power.weight_sum,
             )
-        return residuals
 
     def unload(self) -> None:
         """Lets go of the loaded particles; the cache keeps what its budget allows."""
@@ -706,8 +718,14 @@ class CPUSumSession:
         self._relative = relative_inverse_sigma2(setup.models)
         self._count = 0
 
-    def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
-        """Inserts particles at their poses; returns (index, reason) of those left out."""
+    def add(
+        self,
+        particles: ParticleBatch,
+        rotations: NDArray[np.float64],
+        shifts_angst: NDArray[np.float64],
+        shares: NDArray[np.float64] | None = None,
+    ) -> list[tuple[int, str]]:
+        """Inserts particles at their poses, by their shares; returns (index, reason) of those left out."""
         grid, n, band = self.setup.grid, self._n, self._band
         bad = []
         groups = particles.groups_of(self.setup.models)
@@ -748,6 +766,9 @@ class CPUSumSession:
                 weight_by_sample = self._relative[group][band.shell]
                 numerator *= weight_by_sample * noise.gain
                 denominator *= weight_by_sample * (noise.gain * noise.gain)
+            if shares is not None:
+                numerator *= np.float32(shares[index])
+                denominator *= np.float32(shares[index])
             kernels.insert(self._sums, 2 * self._offset + 1, self._offset, band.k, _matrix(rotations[index]), _SCALE, numerator, denominator)
             self._count += 1
         return bad

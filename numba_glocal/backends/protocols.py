@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..noise import GroupResiduals, NoiseModel, NoiseModels, as_models
+from ..noise import GroupResiduals, NoiseModel, NoiseModels, ResidualPower, as_models
 from ..pose_prior import PosePrior
 from .newton import MAX_STEPS
 
@@ -179,6 +179,17 @@ class ParticleBatch:
             raise ValueError(f"expected a group from 0 to {len(models) - 1} for each of {len(self.keys)} particles, found {self.groups}")
         return np.asarray(self.groups, np.int32)
 
+    def take(self, rows: Sequence[int]) -> ParticleBatch:
+        """Those at `rows`, in that order."""
+        read, read_raw = self.read, self.read_raw
+        return ParticleBatch(
+            tuple(self.keys[row] for row in rows),
+            lambda index: read(rows[index]),
+            None if read_raw is None else lambda index, out: read_raw(rows[index], out),
+            self.normalisation,
+            None if self.groups is None else self.groups[list(rows)],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SearchLevel:
@@ -302,6 +313,9 @@ class SearchSession(Protocol):
     def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> GroupResiduals:
         """Residual power of each group at given poses, beyond `k_max` the whole power."""
 
+    def residuals_each(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> tuple[ResidualPower, NDArray[np.bool_]]:
+        """The same for every particle by itself, (p, bins, shells), and whether its weight is a signed CTF (p,); zeros for unusable ones."""
+
     def unload(self) -> None:
         """Lets go of the loaded particles; what the backend's cache keeps stays."""
 
@@ -312,8 +326,14 @@ class SearchSession(Protocol):
 class SumSession(Protocol):
     """Sums of one half-set."""
 
-    def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
-        """Adds particles at poses; returns (index, reason) of those left out."""
+    def add(
+        self,
+        particles: ParticleBatch,
+        rotations: NDArray[np.float64],
+        shifts_angst: NDArray[np.float64],
+        shares: NDArray[np.float64] | None = None,
+    ) -> list[tuple[int, str]]:
+        """Adds particles at poses, each as much as its share (p,) says, wholly by default; returns (index, reason) of those left out."""
 
     def result(self) -> WeightedSum:
         """What has been added."""

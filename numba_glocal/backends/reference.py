@@ -18,7 +18,7 @@ from scipy import ndimage, optimize
 from scipy.spatial.transform import Rotation
 
 from ..errors import BadParticleError
-from ..noise import WEIGHT_BIN_EDGES, GroupResiduals, NoiseModel, ResidualPower
+from ..noise import WEIGHT_BIN_EDGES, GroupResiduals, NoiseModel, ResidualPower, add_residuals
 from ..pose_prior import PosePrior
 from .newton import MAX_STEPS
 from .protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, WeightedSum, no_candidates
@@ -109,9 +109,12 @@ def _half_space(k: Float, n: int) -> NDArray[np.bool_]:
 
 def _relative_weight(weight: Float) -> Float:
     """The a that V is a function of: ``|C| / max |C|``, squared where C is a signed CTF."""
-    largest = np.abs(weight).max()
-    a = np.abs(weight) / max(largest, 1e-30)
-    return a * a if weight.min() < -0.05 * largest else a
+    a = np.abs(weight) / max(np.abs(weight).max(), 1e-30)
+    return a * a if _is_signed(weight) else a
+
+
+def _is_signed(weight: Float) -> bool:
+    return bool(weight.min() < -0.05 * np.abs(weight).max())
 
 
 def _inverse_variance(noise: NoiseModel, weight: Float, shell: NDArray[np.int64]) -> Float:
@@ -455,8 +458,17 @@ class ReferenceSearchSession:
 
     def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> GroupResiduals:
         """Residual power by group, weight and shell at given poses; beyond the reference's band the whole power."""
-        n = self._n
         residuals: GroupResiduals = {}
+        each, _ = self.residuals_each(rotations, shifts_angst)
+        for p, particle in enumerate(self._particles):
+            if particle is not None:
+                add_residuals(residuals, {particle.group: ResidualPower(each.power[p], each.count[p], each.weight_sum[p])})
+        return residuals
+
+    def residuals_each(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> tuple[ResidualPower, NDArray[np.bool_]]:
+        """The same for every particle by itself, and whether its weight is a signed CTF."""
+        n = self._n
+        each = [ResidualPower.empty(n // 2 + 1) for _ in self._particles]
         k = _frequencies(n)
         radius = np.linalg.norm(k, axis=-1)
         used = _half_space(k, n) & (radius <= n // 2 - 2 + 1e-6)
@@ -465,17 +477,17 @@ class ReferenceSearchSession:
         for p, particle in enumerate(self._particles):
             if particle is None:
                 continue
-            total = residuals.setdefault(particle.group, ResidualPower.empty(n // 2 + 1))
             weight = particle.weight[used]
             model = particle.noise.gain * transform_at(self._reference, k @ rotations[p]) * (radius <= min(self.setup.k_max, n // 2 - 2) + 1e-6)
             model *= np.exp(-2j * np.pi / n / self._voxel_angst * (k @ shifts_angst[p]))
             residual = np.abs(_half_spectrum(particle.masked)[used] - weight * model) ** 2
             a = _relative_weight(particle.weight)[used]
             row = np.clip(np.digitize(a, WEIGHT_BIN_EDGES) - 1, 0, len(WEIGHT_BIN_EDGES) - 2)
-            np.add.at(total.power, (row, shell), residual)
-            np.add.at(total.count, (row, shell), 1.0)
-            np.add.at(total.weight_sum, (row, shell), a)
-        return residuals
+            np.add.at(each[p].power, (row, shell), residual)
+            np.add.at(each[p].count, (row, shell), 1.0)
+            np.add.at(each[p].weight_sum, (row, shell), a)
+        signed = [particle is not None and _is_signed(particle.weight) for particle in self._particles]
+        return ResidualPower.stacked(each), np.array(signed, bool)
 
     def unload(self) -> None:
         """Lets go of the loaded particles."""
@@ -504,8 +516,14 @@ class ReferenceSumSession:
         self._kernel_sum = np.zeros((n, n, n))
         self._count = 0
 
-    def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
-        """Adds particles at poses; returns (index, reason) of those left out."""
+    def add(
+        self,
+        particles: ParticleBatch,
+        rotations: NDArray[np.float64],
+        shifts_angst: NDArray[np.float64],
+        shares: NDArray[np.float64] | None = None,
+    ) -> list[tuple[int, str]]:
+        """Adds particles at poses, by their shares; returns (index, reason) of those left out."""
         bad = []
         for index in range(len(particles.keys)):
             try:
@@ -514,14 +532,15 @@ class ReferenceSumSession:
                 bad.append((index, problem.reason))
                 continue
             group = 0 if particles.groups is None else int(particles.groups[index])
+            share = 1.0 if shares is None else float(shares[index])
             shift = shifts_angst[index] / self._voxel_angst
-            self._add(np.asarray(volume, np.float64), np.asarray(weight, np.float64), rotations[index], shift, group)
+            self._add(np.asarray(volume, np.float64), np.asarray(weight, np.float64), rotations[index], shift, group, share)
             self._count += 1
         return bad
 
-    def _add(self, volume: Float, weight: Float, rotation: Float, shift: Float, group: int) -> None:
+    def _add(self, volume: Float, weight: Float, rotation: Float, shift: Float, group: int, share: float) -> None:
         n, noise = self._n, self.setup.models[group]
-        wc = weight / noise.variance_form(_relative_weight(weight))
+        wc = share * weight / noise.variance_form(_relative_weight(weight))
         if len(self.setup.models) > 1:  # among groups also 1 / sigma2 counts, relative to its mean
             inverse = np.array([1.0 / model.sigma2 for model in self.setup.models])
             shell = np.minimum(np.rint(np.linalg.norm(_frequencies(n), axis=-1)).astype(np.int64), inverse.shape[1] - 1)

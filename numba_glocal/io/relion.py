@@ -224,7 +224,7 @@ def read_relion_particles(
     axes = subtomogram_rotations(block)
     if axes is not None:
         rotations, shifts = axes @ rotations, np.einsum("nij,nj->ni", axes, shifts)
-    turned = axes is not None and not stacked and cut_by_relion(optics, groups)
+    turned = axes is not None and not stacked and cut_by_relion(optics, groups) and bool(np.abs(axes - np.eye(3)).max() > _SAME_ROTATION)
     poses = Poses(rotations, shifts)
     half = _half_sets(block)
     return ParticleSet(

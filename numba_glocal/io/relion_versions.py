@@ -96,7 +96,7 @@ def lost_in_version(particles: ParticleSet, version: RelionVersion | None) -> li
     if version is None or version_of(source) == version.key:
         return []
     lost = []
-    if source.axes is not None and not version.has_tomograms:
+    if source.axes is not None and not version.has_tomograms and np.abs(source.axes - np.eye(3)).max() > _SAME:
         lost.append("rlnTomoSubtomogramRot/Tilt/Psi (composed into the angles and origins)")
     if not version.has_optics:
         kept = {source.block_name, "optics"}

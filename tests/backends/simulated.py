@@ -239,6 +239,10 @@ def test_as_the_cpu_backend_and_nothing_is_read_twice(make_case):
         a, b = (residuals[group] for residuals in both)
         np.testing.assert_allclose(a.power, b.power, atol=1e-5 * b.power.max())
         np.testing.assert_array_equal(a.count, b.count)
+    (each, signed), (other, _) = (session.residuals_each(case.rotations, case.shifts_angst) for session in sessions)
+    np.testing.assert_allclose(each.power, other.power, atol=1e-5 * other.power.max())
+    np.testing.assert_allclose(each.power.sum(0), both[0][0].power + both[0][1].power, rtol=1e-5, atol=1e-9)
+    assert not signed.any()
     level = case.level(2, keep=1, shift_radius_angst=0.0)
     a, b = (session.search(case.starts, case.shifts_angst, level) for session in sessions)
     np.testing.assert_allclose(a.scores, b.scores, rtol=1e-4)
@@ -252,7 +256,8 @@ def test_as_the_cpu_backend_and_nothing_is_read_twice(make_case):
     a, b = (session.refine(case.starts, case.shifts_angst) for session in of_ncc)
     np.testing.assert_allclose(a.scores, b.scores, rtol=1e-4)
     sums = [backend.open_sum(SumSetup(case.setup.grid, case.setup.particle_mask, case.setup.noise)) for backend in (gpu, cpu)]
-    assert sums[0].add(batch, case.rotations, case.shifts_angst) == sums[1].add(plain, case.rotations, case.shifts_angst) == []
+    for total, given in zip(sums, (batch, plain), strict=True):
+        assert total.add(given, case.rotations, case.shifts_angst, np.array([1.0, 0.3])) == []
     a, b = (session.result() for session in sums)
     np.testing.assert_allclose(a.numerator, b.numerator, atol=1e-5 * np.abs(b.numerator).max())
     np.testing.assert_allclose(a.denominator, b.denominator, atol=1e-5 * b.denominator.max())

@@ -443,6 +443,22 @@ def test_residual_power(make_backend, make_case, n, weight):
     np.testing.assert_allclose(moved.power.sum(0)[5:], fast.power.sum(0)[5:], err_msg="nothing is subtracted beyond the band")
 
 
+@pytest.mark.parametrize(("weight", "signed"), [("ctf2", False), ("ctf", True)])
+def test_residuals_of_each_particle_add_up(make_backend, make_case, weight, signed):
+    """They are those of all, particle by particle; one that cannot be used has none."""
+    case = make_case(16, weight, particles=3)
+    session = opened(make_backend(), case)
+    each, found = session.residuals_each(case.rotations, case.shifts_angst)
+    total = session.residuals(case.rotations, case.shifts_angst)[0]
+    assert found.tolist() == [signed] * 3
+    exact, _ = opened(ReferenceBackend(), case).residuals_each(case.rotations, case.shifts_angst)
+    for name in ("power", "count", "weight_sum"):
+        assert getattr(each, name).shape == (3, *getattr(total, name).shape)
+        np.testing.assert_allclose(getattr(each, name).sum(0), getattr(total, name), rtol=1e-5)
+        np.testing.assert_allclose(getattr(each, name).sum(1), getattr(exact, name).sum(1), rtol=0.1, err_msg=name)
+    assert np.ptp(each.power.sum((1, 2))) > 0.001 * each.power.sum((1, 2)).mean(), "particles differ"
+
+
 def test_residuals_at_the_truth_give_back_the_noise(make_backend, make_case):
     """Planted noise: sigma2 of the setup is the variance that the residuals show, in every shell of the band.
 
@@ -471,6 +487,22 @@ def test_sums_are_the_oracles(make_backend, make_case, n, weight, gamma):
     # 1 / V comes from a table of 512 values of a: up to 5 % for a few weights near 0, hence relative to the largest sum
     np.testing.assert_allclose(fast.denominator, exact.denominator, atol=(0.01 if gamma else 1e-5) * exact.denominator.max())
     np.testing.assert_allclose(fast.numerator, exact.numerator, atol=(0.01 if gamma else 1e-5) * np.abs(exact.numerator).max())
+
+
+def test_a_share_is_that_part_of_a_particle(make_backend, make_case):
+    """Sums are linear in the shares: a half and a quarter of two particles are a half and a quarter of each one's own sums."""
+    case = make_case(16, "ctf2", gamma=1.0, particles=2)
+    setup = SumSetup(case.setup.grid, case.setup.particle_mask, case.setup.noise)
+    for backend, tolerance in ((make_backend(), 1e-5), (ReferenceBackend(), 1e-12)):
+        sums = []
+        for shares in ([1.0, 0.0], [0.0, 1.0], [0.5, 0.25]):
+            session = backend.open_sum(setup)
+            assert session.add(case.batch, case.rotations, case.shifts_angst, np.array(shares)) == []
+            sums.append(session.result())
+        for part in ("numerator", "denominator"):
+            first, second, both = (getattr(one, part) for one in sums)
+            np.testing.assert_allclose(both, 0.5 * first + 0.25 * second, atol=tolerance * np.abs(both).max())
+            assert np.abs(second).max() > 0.1 * np.abs(first).max()
 
 
 @pytest.mark.parametrize("n", [16, 15])

@@ -75,7 +75,7 @@ SIGNATURES = {
     "float_sums": (int64[:, ::1], f, f),
     "clear_best": (uint64[:, ::1],),
     "unpack_best": (uint64[:, ::1], f2, i2),
-    "insert": (int64[:, ::1], n, n, f, n, i32, i32, int16[::1], *WEIGHTS, i32, i32, f2, i32, f, f2, f, i32, f2, f2),
+    "insert": (int64[:, ::1], n, n, f, n, i32, i32, int16[::1], *WEIGHTS, i32, i32, f2, i32, f, f2, f, i32, f2, f2, f),
 }
 PREPARE = {
     "particle_facts": (f2, f, n, n, n, float32, f2, i32),

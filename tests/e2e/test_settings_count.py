@@ -40,6 +40,16 @@ def history(run):
         return json.loads(str(state["facts"]))["history"]
 
 
+def class_shares(run):
+    with np.load(sorted(run.glob("iter_*/state.npz"))[-1]) as state:
+        return state["class_shares"]
+
+
+def partly(run):
+    """Whether any particle belongs to several classes."""
+    return bool(((class_shares(run) > 0) & (class_shares(run) < 1)).any())
+
+
 def average(run):
     with mrcfile.open(run / "average.mrc") as file:
         return np.array(file.data), round(float(file.voxel_size.x), 3)
@@ -93,6 +103,17 @@ SETTINGS = {
     "particles": (lambda t: str(t.truth), {}, other_poses),
     "output": (None, {}, lambda base, changed: base != changed and changed.exists()),
     "reference": (lambda t: str(t.blurred), {}, other_poses),
+    "further_references": (
+        lambda t: (str(t.blurred),),
+        {},
+        lambda base, changed: [len(history(run)[0].get("classes", ())) for run in (base, changed)] == [0, 2],
+    ),
+    "classes": (2, {"iterations": 2}, lambda base, changed: set(column(changed, "ngClass")) == {1, 2}),
+    "class_assignment": (
+        "soft",
+        {"classes": 2, "iterations": 2},  # of particles of one kind
+        lambda base, changed: partly(changed) and not partly(base),
+    ),
     "initial_lowpass_angst": (100.0, {}, other_poses),
     "mask": (lambda t: str(t.mask), {}, other_mask),
     "particle_diameter_angst": (120.0, {}, other_mask),

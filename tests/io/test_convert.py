@@ -187,6 +187,24 @@ def test_real_lists_change_nothing_but_what_they_must(shared, tmp_path, key):
             np.testing.assert_allclose(rotations, before.poses.rotations, atol=2e-8)
 
 
+@pytest.mark.parametrize("name", ["relion30_small", "relion30_warp_1037", "relion31_no_optics", "relion_3.1_optics2"])
+def test_older_lists_hold_what_gemmi_finds(shared, name):
+    path = shared / "data/lists" / f"{name}.star"
+    particles = read_particles(path, require_volumes=False)
+    block = block_of(path)
+    assert list(particles.names) == list(block.find_loop("_rlnImageName")) and list(particles.tomograms) == list(
+        block.find_loop("_rlnMicrographName")
+    )
+    np.testing.assert_allclose(particles.poses.rotations, [euler(*row) for row in columns_of(path, *ANGLES)], atol=1e-9)
+    if block.find_loop("_rlnOriginXAngst"):
+        np.testing.assert_allclose(particles.poses.shifts_angst, -columns_of(path, *ORIGINS))
+    elif block.find_loop("_rlnOriginX"):
+        np.testing.assert_allclose(particles.poses.shifts_angst, -columns_of(path, *PIXEL_ORIGINS) * particles.pixel_size_angst)
+    np.testing.assert_array_equal(particles.coordinates.as_voxels(), columns_of(path, *PLACES))
+    assert particles.half.tolist() == [int(v) for v in block.find_loop("_rlnRandomSubset")] or not particles.half.any()
+    assert [p.name for p in particles.weight_paths] == [Path(v).name for v in block.find_loop("_rlnCtfImage")]
+
+
 # ---- the command
 
 
@@ -206,6 +224,17 @@ def test_what_is_lost_is_one_warning(shared, tmp_path):
     assert result.exit_code == 0 and len(lines) == 2
     assert "warning" in lines[0] and "rlnTomoSubtomogramRot/Tilt/Psi (composed into the angles and origins)" in lines[0] and "turned" in lines[0]
     assert lines[1].endswith("out.star: 284 particles, RELION 3.1 STAR")
+
+
+def test_angles_of_no_turn_are_no_loss(tmp_path):
+    """Subtomogram angles that are all zero turn nothing, and nothing is warned of."""
+    cases = [((0.0, 0.0, 0.0), part, origin) for _, part, origin in CASES]
+    path = relion4_list(tmp_path / "p.star", True, cases)
+    result = convert(path, tmp_path / "out.star", "--to", "relion31")
+    assert result.exit_code == 0 and "warning" not in result.output
+    for label in (*ANGLES, *ORIGINS):
+        assert of_cif(tmp_path / "out.star", label) == of_cif(path, label)
+    assert read_particles(path, require_volumes=False).volume_axes is None
 
 
 def test_coordinates_of_unknown_size(shared, tmp_path):

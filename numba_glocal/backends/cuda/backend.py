@@ -700,12 +700,37 @@ class CUDASearchSession:
 
     def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> GroupResiduals:
         """Residual power by group, weight and shell at given poses; beyond the reference's band the whole power."""
+        each, p, _ = self._residuals(rotations, shifts_angst)
+        groups = self._groups[p]
+
+        def of(group: int) -> ResidualPower:
+            rows = groups == group
+            return ResidualPower(*(values[rows].sum(axis=0, dtype=np.float64) for values in each))
+
+        return {int(group): of(group) for group in np.unique(groups)}
+
+    def residuals_each(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> tuple[ResidualPower, NDArray[np.bool_]]:
+        """The same for every particle by itself, and whether its weight is a signed CTF."""
+        count = len(self._slots)
+        each, p, signed = self._residuals(rotations, shifts_angst)
+        all_signed = np.zeros(count, bool)
+        all_signed[p] = signed
+        parts = []
+        for part in each:
+            parts.append(np.zeros((count, N_WEIGHT_BINS, self._n // 2 + 1)))
+            parts[-1][p] = part
+        return ResidualPower(*parts), all_signed
+
+    def _residuals(
+        self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]
+    ) -> tuple[list[NDArray[np.float32]], NDArray[np.intp], NDArray[np.bool_]]:
+        """Power, count and sum of weights of the usable particles, which these are, and whose weights are signed."""
         grid, n = self.setup.grid, self._n
         shells = n // 2 + 1
         self._loaded_pool()
         p = np.flatnonzero(self._usable)
         if not len(p):
-            return {}
+            return [np.zeros((0, N_WEIGHT_BINS, shells), np.float32)] * 3, p, np.zeros(0, bool)
         if self._by_shell is None:
             order = np.argsort(self._band.shell, kind="stable")
             start = np.searchsorted(self._band.shell[order], np.arange(shells + 1)).astype(np.int32)
@@ -740,14 +765,7 @@ class CUDASearchSession:
             cuda.to_device(shifts.astype(np.float32)),
             *results,
         )
-        power, counts, weight_sum = (result.copy_to_host() for result in results)
-        groups = self._groups[p]
-
-        def of(group: int) -> ResidualPower:
-            rows = groups == group
-            return ResidualPower(*(values[rows].sum(axis=0, dtype=np.float64) for values in (power, counts, weight_sum)))
-
-        return {int(group): of(group) for group in np.unique(groups)}
+        return [part.copy_to_host() for part in results], p, signed.copy_to_host()[self._kinds[p]].astype(bool)
 
     def unload(self) -> None:
         """Lets go of the loaded particles; the pool keeps what fits."""

@@ -942,6 +942,7 @@ def insert(
     group_of,
     rotations,
     shifts,
+    shares,
 ):
     """Adds particles to an average; a thread a sample. Sums are integers, so that their order does not matter.
 
@@ -953,6 +954,8 @@ def insert(
         How much a group's samples count (`noise.relative_inverse_sigma2`).
     rotations : (p, 9) float32, shifts : (p, 3) float32
         R, and s / box.
+    shares : (p,) float32
+        How much of each particle is added; 1 changes no bit.
     """
     i, p = cuda.grid(1), cuda.blockIdx.y
     if i >= cube_index.shape[0]:
@@ -964,7 +967,7 @@ def insert(
     place = min(int32(abs(ctf) * table_scale[kind] + float32(0.5)), tables.shape[1] - 1)
     group = group_of[p]
     ctf *= gains[group]
-    w = tables[2 * group + signed[kind], place] * relative[group, shell[i]] * ctf
+    w = tables[2 * group + signed[kind], place] * relative[group, shell[i]] * ctf * shares[p]
     kx, ky, kz = float32(k[3 * i]), float32(k[3 * i + 1]), float32(k[3 * i + 2])
     turns = kx * shifts[p, 0] + ky * shifts[p, 1] + kz * shifts[p, 2]
     turns -= math.floor(turns + float32(0.5))

@@ -46,21 +46,35 @@ class CUDASumSession:
         self._relative = cuda.to_device(relative_inverse_sigma2(setup.models))
         self._count = 0
 
-    def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
-        """Inserts particles at their poses; returns (index, reason) of those left out."""
+    def add(
+        self,
+        particles: ParticleBatch,
+        rotations: NDArray[np.float64],
+        shifts_angst: NDArray[np.float64],
+        shares: NDArray[np.float64] | None = None,
+    ) -> list[tuple[int, str]]:
+        """Inserts particles at their poses, by their shares; returns (index, reason) of those left out."""
         store = self.backend.store(self.setup.grid)
         grid = self.setup.grid
         shifts = angst_to_voxels(shifts_angst, grid.pixel_size_angst, grid.box_size, self._n) / self._n
         groups = particles.groups_of(self.setup.models)
+        parts = np.ones(len(particles.keys)) if shares is None else shares
         bad: list[tuple[int, str]] = []
         for resident in store.batches(particles, range(len(particles.keys)), bad):
-            self._insert(store, resident, groups[resident.index], rotations[resident.index].reshape(-1, 9), shifts[resident.index])
+            index = resident.index
+            self._insert(store, resident, groups[index], rotations[index].reshape(-1, 9), shifts[index], parts[index])
         store.stream.synchronize()
         self._count += len(particles.keys) - len(bad)
         return sorted(bad)
 
     def _insert(
-        self, store: ParticleStore, resident: Resident, groups: NDArray[np.int32], rotations: NDArray[np.float64], shifts: NDArray[np.float64]
+        self,
+        store: ParticleStore,
+        resident: Resident,
+        groups: NDArray[np.int32],
+        rotations: NDArray[np.float64],
+        shifts: NDArray[np.float64],
+        parts: NDArray[np.float64],
     ) -> None:
         """Adds a batch that is on the device."""
         cubes, weights = store.cubes(resident), store.weights
@@ -89,6 +103,7 @@ class CUDASumSession:
             cuda.to_device(groups, stream=stream),
             cuda.to_device(rotations.astype(np.float32), stream=stream),
             cuda.to_device(shifts.astype(np.float32), stream=stream),
+            cuda.to_device(parts.astype(np.float32), stream=stream),
         )
 
     def result(self) -> WeightedSum:
