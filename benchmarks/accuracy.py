@@ -243,7 +243,7 @@ def run_relion(shared: Path, data: Path, diameter_angst: float, limit_s: float |
     return relion_rows(data, started, time.time() - started, watch.cpu_at[-1][1])
 
 
-def relion_rows(data: Path, started: float, wall_s: float, cpu_s: float) -> list[Measured]:
+def relion_rows(data: Path, started: float, wall_s: float, cpu_s: float | None) -> list[Measured]:
     """Errors of a run of RELION: its end (or, where it was stopped, its last whole iteration), then every iteration."""
     rows: list[Measured] = []
     for path in sorted((data / "rel").glob("run_it[0-9][0-9][0-9]_data.star"))[1:]:

@@ -18,7 +18,7 @@ from numba_glocal.schedule import last_iteration
 from numba_glocal.settings import ASSIGNMENTS, GPU_PRECISIONS, SPLITS, AlignSettings, read_job_file
 from numba_glocal.values import NOISE_GROUPS, SCORES
 
-from .console import Stage, note, print_facts, say, warn
+from .console import Stage, note, print_facts, say, shown_warnings, warn
 from .options import (
     PATH,
     diameter_option,
@@ -33,7 +33,7 @@ from .options import (
     wedge_options,
     worker_options,
 )
-from .running import choose_workers, input_paths, new_folder, plan_facts, run_job, shown_warnings
+from .running import choose_workers, input_paths, new_folder, plan_facts, run_job
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(AlignSettings)}
 _CHANGEABLE_ON_RESUME = {"iterations", "until_converged", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "gpu_memory_gib", "max_bad", "output"}

@@ -13,7 +13,7 @@ from numba_glocal.results import RunFolder
 from numba_glocal.settings import SPLITS, AverageSettings
 from numba_glocal.values import NOISE_GROUPS
 
-from .console import Stage, print_facts, say, warn
+from .console import Stage, print_facts, say, shown_warnings, warn
 from .options import (
     PATH,
     diameter_option,
@@ -30,7 +30,7 @@ from .options import (
     wedge_options,
     worker_options,
 )
-from .running import choose_workers, input_paths, new_folder, plan_facts, run_job, shown_warnings
+from .running import choose_workers, input_paths, new_folder, plan_facts, run_job
 
 
 @click.command("average")

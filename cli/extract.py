@@ -11,10 +11,9 @@ from numba_glocal.extraction import CTF_KINDS, EDGES, ExtractionSettings, extrac
 from numba_glocal.io import read_particles
 from numba_glocal.io.tilt_series import TiltFiles
 
-from .console import Stage, detail, note, say, warn
+from .console import Stage, detail, note, say, shown_warnings, warn
 from .options import PATH, particles_argument, wedge_options
 from .outputs import check_output_folder, overwrite_option
-from .running import shown_warnings
 
 
 @click.command("extract")

@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -122,19 +121,6 @@ def choose_workers(settings: AlignSettings | AverageSettings) -> WorkerPlan:
     if workers > max(16, 4 * cores):
         raise SettingsError(f"--cpu-procs {workers}: expected at most {max(16, 4 * cores)} on {cores} usable cores")
     return WorkerPlan(workers, note=note_text)
-
-
-@contextmanager
-def shown_warnings() -> Any:
-    """Library warnings as one line each."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", UserWarning)
-        previous = warnings.showwarning
-        warnings.showwarning = lambda message, *rest, **more: warn(" ".join(str(message).split()))
-        try:
-            yield
-        finally:
-            warnings.showwarning = previous
 
 
 def _levels(job: Job, plan: SearchPlan) -> tuple[SearchLevel, ...]:
@@ -377,6 +363,7 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
             *(__version__, command, job.settings.particles, *halves),
             *(plural(plan.workers, "worker"), ", ".join(f"GPU {gpu}" for gpu in plan.gpu_ids) or "the CPU"),
         )
+        logging.getLogger(f"{_LOG}.plan").info("noise: %s", job.noise_groups)
         for line in job.warnings:  # shown already
             logging.getLogger(f"{_LOG}.plan").warning(line)
         with make_executor(

@@ -192,6 +192,15 @@ class Coordinates:
         kept = [None if part is None else part[index] for part in (self.voxels, self.centred_angst)]
         return Coordinates(kept[0], kept[1], self.voxel_size_angst[index], self.centre_voxels[index])
 
+    def counted_in(self, voxel_size_angst: float) -> Coordinates:
+        """The same places in voxels of another size; as they are where the size of theirs is unknown."""
+        voxels = self.as_voxels()
+        scale = np.where(np.isfinite(self.voxel_size_angst), self.voxel_size_angst / voxel_size_angst, 1.0)
+        if np.abs(scale - 1).max(initial=0) <= 1e-6:
+            return self
+        size = np.where(np.isfinite(self.voxel_size_angst), voxel_size_angst, np.nan)
+        return Coordinates(voxels * scale[:, None], self.centred_angst, size, self.centre_voxels * scale[:, None])
+
     def as_voxels(self) -> FloatArray:
         """(n, 3) from the first voxel's centre; rows of ``nan`` where the tomogram's centre or voxel size is needed and unknown."""
         if self.voxels is not None:

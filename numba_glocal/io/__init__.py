@@ -6,7 +6,7 @@ A format is a `ListFormat` in the registry; a later one adds itself with `regist
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from .dynamo import read_dynamo_particles, write_dynamo_particles
 from .motive_list import read_motive_list, write_motive_list
 from .pytom import read_pytom_particles, write_pytom_particles
 from .relion import read_relion_particles, write_relion_particles
+from .relion_tomo import with_tomograms
 from .relion_versions import VERSIONS, RelionVersion, lost_in_version, write_version
 from .stopgap import is_stopgap, read_stopgap_particles, write_stopgap_particles
 from .volumes import read_header, read_volume, write_volume
@@ -38,7 +39,7 @@ HELD = {
 }
 """What a list can hold beside names and poses, and how it is called in messages."""
 
-OPTIONS_OF_SOME = ("particle_names", "wedge_list", "tomograms")
+OPTIONS_OF_SOME = ("particle_names", "wedge_list")
 """Options of `read_particles` that only some formats take; given for another one they are refused."""
 
 _HEAD_BYTES = 65536
@@ -67,6 +68,9 @@ class ListFormat:
     leaves : callable or None
         ``leaves(particles) -> list of str``: what else it cannot take over of these particles, as words. None: whatever their
         source says that only lists of its own kind hold.
+    scales : bool
+        Coordinates have voxels of their own size there (RELION). Else the writer gets them in the particles' voxels, in which such lists
+        count shifts, so that coordinate + shift is a place.
     takes : frozenset of str
         Of `OPTIONS_OF_SOME`: what the reader takes beside the options of all.
     """
@@ -79,6 +83,7 @@ class ListFormat:
     recognises: Callable[[bytes], bool] | None = None
     holds: frozenset[str] = frozenset()
     leaves: Callable[[ParticleSet], list[str]] | None = None
+    scales: bool = False
     takes: frozenset[str] = frozenset()
 
 
@@ -206,9 +211,13 @@ def write_particles(path: str | Path, particles: ParticleSet, extra_columns: Map
     ListError, InputError
         A format that is not written, or a file that cannot be.
     """
-    write = format_to_write(path, particles, to).write
-    assert write is not None
-    write(Path(path), particles, extra_columns)
+    list_format = format_to_write(path, particles, to)
+    assert list_format.write is not None
+    places, pixel_size = particles.coordinates, particles.pixel_size_angst
+    is_own = getattr(particles.source, "format_key", None) == list_format.key
+    if places is not None and not (list_format.scales or is_own) and np.isfinite(pixel_size):
+        particles = replace(particles, coordinates=places.counted_in(pixel_size))
+    list_format.write(Path(path), particles, extra_columns)
 
 
 def left_behind(particles: ParticleSet, target: ListFormat) -> list[str]:
@@ -229,7 +238,7 @@ def left_behind(particles: ParticleSet, target: ListFormat) -> list[str]:
         "stacks": particles.stacks is not None,
     }
     lost = [words for part, words in HELD.items() if there[part] and part not in target.holds]
-    if target.leaves is not None and getattr(particles.source, "format_key", "relion") == "relion":
+    if target.leaves is not None:
         return lost + target.leaves(particles)
     extras = getattr(particles.source, "extras", None)
     return lost + (list(extras()) if extras is not None else [])
@@ -255,6 +264,7 @@ def _of_version(version: RelionVersion) -> ListFormat:
         key=version.key,
         holds=holds,
         leaves=lambda particles: lost_in_version(particles, version),
+        scales=True,
     )
 
 
@@ -265,9 +275,9 @@ register_format(
         read_relion_particles,
         write_relion_particles,
         key="relion",
-        holds=_RELION_HOLDS,
-        takes=frozenset({"tomograms"}),
-        leaves=lambda particles: [],
+        holds=_RELION_HOLDS | {"volume_axes", "stacks"},
+        leaves=lambda particles: lost_in_version(particles, None),
+        scales=True,
     )
 )
 for _version in VERSIONS:
@@ -328,6 +338,7 @@ __all__ = [
     "read_particles",
     "read_volume",
     "register_format",
+    "with_tomograms",
     "write_particles",
     "write_volume",
 ]

@@ -137,7 +137,6 @@ def read_relion_particles(
     root: str | Path | None = None,
     premultiplied: bool | None = None,
     require_volumes: bool = True,
-    tomograms: str | Path | None = None,
 ) -> ParticleSet:
     """Read a RELION or Warp list of particles.
 
@@ -153,8 +152,6 @@ def read_relion_particles(
         Goes before ``rlnCtfDataAreCtfPremultiplied``.
     require_volumes : bool
         False reads a list whose volumes are elsewhere, or that names none (coordinates only); box size 0 when then nobody knows it.
-    tomograms : path, optional
-        File of the tomograms; it goes before that of an optimisation set.
 
     Returns
     -------
@@ -167,7 +164,6 @@ def read_relion_particles(
         One line with file, line, what was expected and what was found.
     """
     document, tomograms_path = follow_optimisation_set(path, root)
-    tomograms_path = tomograms_path if tomograms is None else Path(tomograms)
     path = document.path or path
     block, optics = _tables(document)
     if not block.n_rows:
@@ -195,7 +191,9 @@ def read_relion_particles(
         finder.find(names[0])
         volume_paths = PlacedFiles(finder, names)
         weight_paths = _placed_weights(finder, block)
-        _refuse_duplicates(block, names, [_as_opened(name) for name in names])
+        joined = "\n".join(names)
+        plain = not any(odd in joined for odd in (":", "./", "//"))  # most lists name each file in one way
+        _refuse_duplicates(block, names, names if plain else [_as_opened(name) for name in names])
 
     refuse_partial(block, TILTS)
     if TILTS[0] in block.labels:
@@ -226,7 +224,7 @@ def read_relion_particles(
     axes = subtomogram_rotations(block)
     if axes is not None:
         rotations, shifts = axes @ rotations, np.einsum("nij,nj->ni", axes, shifts)
-    turned = axes is not None and not stacked and cut_by_relion(optics, groups)
+    turned = axes is not None and not stacked and cut_by_relion(optics, groups) and bool(np.abs(axes - np.eye(3)).max() > _SAME_ROTATION)
     poses = Poses(rotations, shifts)
     half = _half_sets(block)
     return ParticleSet(
@@ -244,7 +242,7 @@ def read_relion_particles(
         source=RelionSource(document, block.name, np.arange(block.n_rows), poses, half, list_pixel_size, axes, names_label),
         coordinates=read_coordinates(block, optics, groups, tomogram_names, tomograms_path, sizes),
         classes=_classes(block),
-        scores=next((block.floats(label) for label in _SCORES if label in block.labels), None),
+        scores=next((values for values in (_loose_numbers(block, label) for label in _SCORES) if values is not None), None),
         volume_axes=axes if turned else None,
         stacks=read_stacks(block, tomograms_path) if stacked else None,
         pixel_sizes_angst=several,
@@ -341,7 +339,7 @@ def _names(block: StarBlock, tomograms: Sequence[str], require_volumes: bool) ->
 
 
 def _refuse_slices(block: StarBlock, names: list[str], label: str) -> None:
-    if all(name and "@" not in name for name in names):
+    if "" not in names and "@" not in "\n".join(names):
         return
     for row, name in enumerate(names):
         if "@" in name and name.split("@", 1)[0].isdigit():
@@ -352,7 +350,7 @@ def _refuse_slices(block: StarBlock, names: list[str], label: str) -> None:
 
 def _as_opened(name: str) -> str:
     """The file that a name stands for, written in one way."""
-    return os.path.normpath(opened_name(name)) if ":" in name or "./" in name or "//" in name else name
+    return os.path.normpath(opened_name(name))
 
 
 def _refuse_duplicates(block: StarBlock, names: list[str], files: list[str]) -> None:
@@ -495,7 +493,18 @@ def _list_box_size(optics: StarBlock | None, groups: NDArray[np.int32], one: boo
 
 
 def _classes(block: StarBlock) -> NDArray[np.int32] | None:
-    return block.floats("rlnClassNumber").astype(np.int32) if "rlnClassNumber" in block.labels else None
+    values = _loose_numbers(block, "rlnClassNumber")
+    return values.astype(np.int32) if values is not None and np.isfinite(values).all() else None
+
+
+def _loose_numbers(block: StarBlock, label: str) -> NDArray[np.float64] | None:
+    """A column that is only carried along, as numbers; None where it is not there, or holds something else."""
+    if label not in block.labels:
+        return None
+    try:
+        return block.numbers(label)
+    except ValueError:
+        return None
 
 
 def _tilt_ranges(block: StarBlock) -> list[tuple[TiltRange, ...] | None]:
@@ -529,8 +538,10 @@ def _origins_angst(block: StarBlock, pixel_size_angst: NDArray[np.float64]) -> N
     has_angst = any(label in block.labels for label in ORIGINS_ANGST)
     has_pixel = any(label in block.labels for label in ORIGINS_PIXEL)
     if not has_angst:
-        pixel = triples(block, ORIGINS_PIXEL)
-        return np.where(pixel == 0, 0.0, pixel * pixel_size_angst[:, None])  # no shift is none whatever the voxel
+        pixels = triples(block, ORIGINS_PIXEL)
+        if pixels.any() and not np.isfinite(pixel_size_angst).all():
+            raise InputError(f"{block.path}: origins in pixels, and no pixel size in the list; give it as an option")
+        return np.where(pixels == 0, 0.0, pixels * pixel_size_angst[:, None])
     angst = triples(block, ORIGINS_ANGST)
     if has_pixel:
         differ = _origins_differ(angst, triples(block, ORIGINS_PIXEL), pixel_size_angst)
@@ -568,7 +579,8 @@ def _tomograms(block: StarBlock) -> tuple[str, ...]:
     for label in ("rlnTomoName", "rlnMicrographName"):  # where there are both, the second may be a name for each particle
         if label in block.labels:
             known: dict[str, str] = {}  # there are few names, and each needs to be there once
-            return tuple(known.setdefault(name, name) for name in block.texts(label))
+            names = block.texts(label)
+            return tuple(map(known.setdefault, names, names))
     return ("",) * block.n_rows
 
 
@@ -589,7 +601,7 @@ def _set_rows(block: StarBlock, label: str, values: NDArray[Any], rows: NDArray[
     # no "-0.000000"
     values = np.where(np.abs(values) <= 5e-7, 0.0, values)
     if rows.all():
-        block.set_column(label, [f"{value:.6f}" for value in values.tolist()])
+        block.set_column(label, [f"{value:.6f}" for value in values.tolist()], plain=True)
         return
     if label not in block.labels:
         block.set_column(label, ["0.000000"] * len(values))
@@ -620,7 +632,8 @@ def _write_shifts(block: StarBlock, shifts: NDArray[Any], pixel_size_angst: NDAr
             changed = changed | _origins_differ(-shifts, triples(block, ORIGINS_PIXEL), pixel_size_angst)
         if changed.any():
             for axis, label in enumerate(ORIGINS_PIXEL):
-                _set_rows(block, label, -shifts[:, axis] / pixel_size_angst, changed)
+                pixels = np.divide(-shifts[:, axis], pixel_size_angst, out=np.zeros(len(shifts)), where=shifts[:, axis] != 0)
+                _set_rows(block, label, pixels, changed)
 
 
 def _pixel_sizes(particles: ParticleSet) -> NDArray[Any]:

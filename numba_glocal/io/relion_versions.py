@@ -7,6 +7,7 @@ digits, unknown columns and blocks go along, and what changes its meaning is com
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,13 +87,16 @@ def version_of(source: RelionSource) -> str:
     return "relion5" if is_5 else "relion4"
 
 
-def lost_in_version(particles: ParticleSet, version: RelionVersion) -> list[str]:
-    """What a list of this version cannot hold of a RELION list of another, as words; empty for particles from elsewhere."""
+def lost_in_version(particles: ParticleSet, version: RelionVersion | None) -> list[str]:
+    """What a list of this version (None: of the version that it is of) cannot hold of another list, as words for a message."""
     source = particles.source
-    if not isinstance(source, RelionSource) or version_of(source) == version.key:
+    if not isinstance(source, RelionSource):
+        extras = getattr(source, "extras", None)
+        return list(extras()) if extras is not None else []
+    if version is None or version_of(source) == version.key:
         return []
     lost = []
-    if source.axes is not None and not version.has_tomograms:
+    if source.axes is not None and not version.has_tomograms and np.abs(source.axes - np.eye(3)).max() > _SAME:
         lost.append("rlnTomoSubtomogramRot/Tilt/Psi (composed into the angles and origins)")
     if not version.has_optics:
         kept = {source.block_name, "optics"}
@@ -198,8 +202,12 @@ def _place(block: StarBlock, optics: StarBlock | None, version: RelionVersion, p
     if places is None:
         return
     if version.centred:
-        if places.centred_angst is None:
-            block.insert_columns(COORDINATES[0], CENTRED, _texts(_known(places.as_centred_angst(), places, path, "Angstrom from the centre")))
+        if places.centred_angst is None and not np.isfinite(places.as_centred_angst()).all():
+            warnings.warn(
+                f"{path}: sizes of tomograms are not known (--tomograms), so that coordinates stay in voxels, which RELION 5 reads, too", stacklevel=5
+            )
+        elif places.centred_angst is None:
+            block.insert_columns(COORDINATES[0], CENTRED, _texts(places.as_centred_angst()))
             _drop(block, COORDINATES)
         elif places.voxels is not None:
             _drop(block, COORDINATES)  # RELION 5 takes the centred ones
@@ -214,17 +222,17 @@ def _place(block: StarBlock, optics: StarBlock | None, version: RelionVersion, p
     if places.voxels is not None and np.abs(scale - 1).max(initial=0) <= 1e-6:
         _drop(block, CENTRED)
         return
-    voxels = _known(places.as_voxels(), places, path, "voxels from the first one") * scale[:, None]
+    voxels = _known(places.as_voxels(), places, path) * scale[:, None]
     block.insert_columns(COORDINATES[0] if COORDINATES[0] in block.labels else CENTRED[0], COORDINATES, _texts(voxels))
     _drop(block, CENTRED)
 
 
-def _known(values: NDArray[Any], places: Coordinates, path: str | Path, what: str) -> NDArray[Any]:
+def _known(values: NDArray[Any], places: Coordinates, path: str | Path) -> NDArray[Any]:
     unknown = ~np.isfinite(values).all(axis=1)
     if unknown.any():
         missing = "the pixel size of the tilt series" if np.isnan(places.voxel_size_angst).any() else "the sizes of the tomograms"
         raise ListError(
-            f"{path}: coordinates in {what} take {missing}, unknown for {int(unknown.sum())} of {len(values)} particles; "
+            f"{path}: coordinates in voxels from the first one take {missing}, unknown for {int(unknown.sum())} of {len(values)} particles; "
             "expected a file of tomograms (--tomograms), or an optimisation set that names one"
         )
     return values

@@ -71,6 +71,16 @@ class _Rows:
         return values
 
 
+def _decoded(tokens: list[bytes]) -> list[str]:
+    """Tokens as texts; no token holds a line feed, so that all can be decoded together."""
+    return b"\n".join(tokens).decode("utf-8", "surrogateescape").split("\n") if tokens else []
+
+
+def _encoded(tokens: Sequence[str]) -> list[bytes]:
+    """The other way."""
+    return "\n".join(tokens).encode("utf-8", "surrogateescape").split(b"\n") if tokens else []
+
+
 def _plain_numbers(text: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Numbers such as ``-12.500000``, many at once, and which tokens are such: up to 15 digits, a sign, a point; exactly what `float` says.
 
@@ -139,7 +149,7 @@ class TokenColumn(Sequence[str]):
     def raw(self, start: int, stop: int) -> list[bytes]:
         """Tokens from row `start` to `stop`, as they are in the file."""
         if self._own is not None:
-            return [token.encode("utf-8", "surrogateescape") for token in self._own[start:stop]]
+            return _encoded(self._own[start:stop])
         return self._rows.tokens(self._column, slice(start, stop) if self._index is None else self._index[start:stop])
 
     @overload
@@ -162,7 +172,7 @@ class TokenColumn(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         if self._own is not None:
             return iter(self._own)
-        return iter([token.decode("utf-8", "surrogateescape") for token in self.raw(0, len(self))])
+        return iter(_decoded(self.raw(0, len(self))))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -245,7 +255,9 @@ class StarBlock:
 
     def texts(self, label: str) -> list[str]:
         """The values of a column, quotes removed."""
-        return [unquote(t) if t[0] in "\"'" else t for t in self.tokens(label)]
+        tokens = list(self.tokens(label))
+        joined = "\n".join(tokens)
+        return tokens if '"' not in joined and "'" not in joined else [unquote(t) for t in tokens]
 
     def value(self, key: str) -> str:
         """The value of a key/value pair, quotes removed."""
@@ -253,11 +265,15 @@ class StarBlock:
             raise ListError(f"{self.where()}: no key _{key}")
         return unquote(self.pairs[key])
 
+    def numbers(self, label: str) -> NDArray[np.float64]:
+        """A column as numbers, ``nan`` and ``inf`` too; ``ValueError`` where a token is none."""
+        tokens = self.tokens(label)
+        return tokens.numbers() if isinstance(tokens, TokenColumn) else np.fromiter(map(float, tokens), np.float64, len(tokens))
+
     def floats(self, label: str) -> NDArray[np.float64]:
         """A column as finite numbers; a token that is not one is refused with its line."""
-        tokens = self.tokens(label)
         try:
-            values = tokens.numbers() if isinstance(tokens, TokenColumn) else np.fromiter(map(float, tokens), np.float64, len(tokens))
+            values = self.numbers(label)
         except ValueError:
             texts = self.texts(label)  # a number in quotes is one, too
             row = next((i for i, t in enumerate(texts) if not _is_float(t)), -1)
@@ -271,10 +287,10 @@ class StarBlock:
         texts = self.texts(label)
         raise ListError(f"{self.where(row)}: _{label} is '{texts[row]}', expected a finite number")
 
-    def set_column(self, label: str, texts: Iterable[str]) -> None:
-        """Replace a column, or add it at the end."""
+    def set_column(self, label: str, texts: Iterable[str], plain: bool = False) -> None:
+        """Replace a column, or add it at the end; `plain` texts are known to need no quotes (numbers)."""
         label = label.removeprefix("_")
-        tokens = quoted(texts)
+        tokens = list(texts) if plain else quoted(texts)
         if self.columns and len(tokens) != self.n_rows:
             raise ListError(f"{self.where()}: column _{label} has {len(tokens)} values, expected {self.n_rows}")
         self.has_loop = True
@@ -456,9 +472,7 @@ def _block_rows(block: StarBlock) -> Iterator[bytes]:
     for start in range(0, block.n_rows, _WRITTEN_ROWS):
         stop = min(start + _WRITTEN_ROWS, block.n_rows)
         parts = [
-            run[0].raw_through(run[-1], start, stop)
-            if isinstance(run[0], TokenColumn)
-            else [token.encode("utf-8", "surrogateescape") for token in run[0][start : start + _WRITTEN_ROWS]]
+            run[0].raw_through(run[-1], start, stop) if isinstance(run[0], TokenColumn) else _encoded(run[0][start : start + _WRITTEN_ROWS])
             for run in runs
         ]
         # the strict zip refuses columns of different lengths before anything is replaced

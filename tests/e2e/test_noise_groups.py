@@ -130,4 +130,6 @@ def test_said_in_plan_summary_and_report(two_tomograms, command, tmp_path):
     assert summary["noise_groups"] == ["thin_0", "thin_1"] and [len(rows) for rows in summary["noise"].values()] == [2, 2]
     report = (tmp_path / "run" / "report.html").read_text()
     assert "<h2>Noise</h2>" in report and "<td>thin_1</td>" in report
-    assert re.search(r"noise: exponent \S+, level \S+ to \S+, gain \S+ to \S+ / exponent", (tmp_path / "run" / "log.txt").read_text())
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "noise: 2 by tomogram in each half: thin_0, thin_1" in log
+    assert re.search(r"noise: exponent \S+, level \S+ to \S+, gain \S+ to \S+ / exponent", log)

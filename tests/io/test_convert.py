@@ -187,6 +187,24 @@ def test_real_lists_change_nothing_but_what_they_must(shared, tmp_path, key):
             np.testing.assert_allclose(rotations, before.poses.rotations, atol=2e-8)
 
 
+@pytest.mark.parametrize("name", ["relion30_small", "relion30_warp_1037", "relion31_no_optics", "relion_3.1_optics2"])
+def test_older_lists_hold_what_gemmi_finds(shared, name):
+    path = shared / "data/lists" / f"{name}.star"
+    particles = read_particles(path, require_volumes=False)
+    block = block_of(path)
+    assert list(particles.names) == list(block.find_loop("_rlnImageName")) and list(particles.tomograms) == list(
+        block.find_loop("_rlnMicrographName")
+    )
+    np.testing.assert_allclose(particles.poses.rotations, [euler(*row) for row in columns_of(path, *ANGLES)], atol=1e-9)
+    if block.find_loop("_rlnOriginXAngst"):
+        np.testing.assert_allclose(particles.poses.shifts_angst, -columns_of(path, *ORIGINS))
+    elif block.find_loop("_rlnOriginX"):
+        np.testing.assert_allclose(particles.poses.shifts_angst, -columns_of(path, *PIXEL_ORIGINS) * particles.pixel_size_angst)
+    np.testing.assert_array_equal(particles.coordinates.as_voxels(), columns_of(path, *PLACES))
+    assert particles.half.tolist() == [int(v) for v in block.find_loop("_rlnRandomSubset")] or not particles.half.any()
+    assert [p.name for p in particles.weight_paths] == [Path(v).name for v in block.find_loop("_rlnCtfImage")]
+
+
 # ---- the command
 
 
@@ -206,6 +224,66 @@ def test_what_is_lost_is_one_warning(shared, tmp_path):
     assert result.exit_code == 0 and len(lines) == 2
     assert "warning" in lines[0] and "rlnTomoSubtomogramRot/Tilt/Psi (composed into the angles and origins)" in lines[0] and "turned" in lines[0]
     assert lines[1].endswith("out.star: 284 particles, RELION 3.1 STAR")
+
+
+def test_angles_of_no_turn_are_no_loss(tmp_path):
+    """Subtomogram angles that are all zero turn nothing, and nothing is warned of."""
+    cases = [((0.0, 0.0, 0.0), part, origin) for _, part, origin in CASES]
+    path = relion4_list(tmp_path / "p.star", True, cases)
+    result = convert(path, tmp_path / "out.star", "--to", "relion31")
+    assert result.exit_code == 0 and "warning" not in result.output
+    for label in (*ANGLES, *ORIGINS):
+        assert of_cif(tmp_path / "out.star", label) == of_cif(path, label)
+    assert read_particles(path, require_volumes=False).volume_axes is None
+
+
+def test_coordinates_of_unknown_size(shared, tmp_path):
+    """To RELION 5 without sizes: voxels stay, and it is said; with a file of tomograms Dynamo's places become RELION 5's."""
+    result = convert(shared / "data/lists/relion40_1746.star", tmp_path / "out.star", "--to", "relion5")
+    assert result.exit_code == 0 and result.output.count("warning") == 1 and "coordinates stay in voxels" in result.output
+    assert of_cif(tmp_path / "out.star", PLACES[0]) == of_cif(shared / "data/lists/relion40_1746.star", PLACES[0])
+    table_path = shared / "data/lists/dynamo_35col.tbl"
+    rows = np.array([[float(v) for v in line.split()[:26]] for line in table_path.read_text().splitlines()])
+    names = [f"{int(v)}" for v in np.unique(rows[:, 19])]
+    sizes = {f"rlnTomoSize{axis}": [str(size)] * len(names) for axis, size in zip("XYZ", (4000, 4001, 1200), strict=True)}
+    (tmp_path / "t.star").write_text(table("global", {"rlnTomoName": names, **sizes, "rlnTomoTiltSeriesPixelSize": ["2.0"] * len(names)}))
+    result = convert(table_path, tmp_path / "d.star", "--to", "relion5", "--pixel-size", "4", "--tomograms", tmp_path / "t.star")
+    assert result.exit_code == 0, result.output
+    centre = (np.array([4000, 4001, 1200]) / 2 - 1) * 2.0
+    np.testing.assert_allclose(columns_of(tmp_path / "d.star", *CENTRED), rows[:, 23:26] * 4 - centre, atol=1e-5)
+
+
+@pytest.mark.parametrize(("source", "target"), [
+    ("pytom_particles_10.xml", "relion4"), ("dynamo_35col.tbl", "relion31"), ("stopgap_motl.star", "relion4"), ("emmotl_ribosome.em", "warp"),
+    ("relion40_empiar10064.star", "pytom"), ("relion40_empiar10064.star", "dynamo"), ("relion40_1746.star", "stopgap"), ("relion40_1746.star", "av3"),
+])  # fmt: skip
+def test_between_programs(shared, tmp_path, source, target):
+    """RELION's side of a conversion by its own rules; the other side by its reader, which its own tests judge."""
+    suffix = {"pytom": ".xml", "dynamo": ".tbl", "av3": ".em"}.get(target, ".star")
+    path = shared / "data/lists" / source
+    pixel = () if source.startswith("relion") else ("--pixel-size", "4")
+    result = convert(path, tmp_path / f"out{suffix}", "--to", target, *pixel)
+    warned = result.output.count("warning")
+    assert result.exit_code == 0 and warned == (source != "pytom_particles_10.xml") == len(result.output.strip().splitlines()) - 1, result.output
+    size = None if source.startswith("relion") else 4.0
+    before = read_particles(path, require_volumes=False, pixel_size_angst=size)
+    after = read_particles(tmp_path / f"out{suffix}", require_volumes=False, pixel_size_angst=before.pixel_size_angst)
+    if target in KEYS:
+        labels = PIXEL_ORIGINS if target == "warp" else ORIGINS
+        rotations = np.array([euler(*row) for row in columns_of(tmp_path / "out.star", *ANGLES)])
+        shifts = -columns_of(tmp_path / "out.star", *labels) * (4 if target == "warp" else 1)
+    else:
+        rotations, shifts = after.poses.rotations, after.poses.shifts_angst
+    for i in range(0, len(before), max(1, len(before) // 10)):
+        expected = rendered(before.poses.rotations[i], before.poses.shifts_angst[i] / 4)  # within the box
+        assert alike(rendered(rotations[i], shifts[i] / 4), expected) > 0.9999
+    assert (before.coordinates is None) == (after.coordinates is None)
+    if before.coordinates is None:
+        return
+    # lists without a voxel size of their own for places count them as they count shifts
+    pixel = before.pixel_size_angst
+    places = [p.coordinates.as_voxels() * np.nan_to_num(p.coordinates.voxel_size_angst, nan=pixel)[:, None] for p in (before, after)]
+    np.testing.assert_allclose(places[1], places[0], rtol=1e-5, atol=0.02)
 
 
 def test_poses_in_turned_volumes_can_be_asked_for(tmp_path):

@@ -195,6 +195,25 @@ def test_stacks_of_images_keep_names_poses_and_places(shared):
     np.testing.assert_allclose(particles.coordinates.centre_voxels, [(np.array([4400, 6000, 1400]) / 2 - 1) * 1.667 / 12] * 40)
 
 
+def test_names_of_tomograms_and_unknown_columns_are_text(tmp_path):
+    """Field cases 1, 10 and 13: names with no number or several, digits with zeros in front, columns that nobody knows."""
+    names = ["01", "12e3", "250531_l10p1_6.tomostar", "TS", "a.mrc.tomostar", "1.0", "-7", "nan"]
+    extra = {"rlnLCCmax": ["0.10", "1e-3", "007", "nan", "None", "+1", "0x1", "1."], "rlnCutOff": ["01"] * 8, "rlnSearchStd": ["1.500"] * 8}
+    columns = {"rlnTomoName": names, "rlnImageName": [f"{i}.mrc" for i in range(8)], **dict.fromkeys(ANGLES, ["0"] * 8), **extra}
+    path = tmp_path / "p.star"
+    path.write_text(
+        table("optics", {"rlnOpticsGroup": ["1"], "rlnImagePixelSize": ["2.0"]}) + table("particles", columns | {"rlnOpticsGroup": ["1"] * 8})
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        particles = read_particles(path, require_volumes=False)
+    assert particles.tomograms == tuple(names)
+    turned = particles.with_poses(Poses(particles.poses.rotations @ rotvec_to_matrix([0, 0.1, 0]), particles.poses.shifts_angst)).take([7, 2, 0])
+    write_particles(tmp_path / "out.star", turned)
+    for label in ("rlnTomoName", *extra):
+        assert of_cif(tmp_path / "out.star", label) == [columns[label][i] for i in (7, 2, 0)]
+
+
 # ---- optimisation sets
 
 
