@@ -194,6 +194,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     "iteration": iteration_table,
     "memory": memory_table,
     "accuracy": accuracy_table,
+    "classes": classes_table,
     "star_rows": star_rows_table,
     "real_particles": real_particles_table,
 }
