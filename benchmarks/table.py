@@ -149,6 +149,21 @@ def real_particles_table(results: Measured) -> str:
     return markdown(head, rows)
 
 
+def classes_table(results: Measured) -> str:
+    """Share of particles in the class of their kind, run by run and iteration by iteration."""
+    runs: dict[tuple[Any, ...], dict[int, Measured]] = {}
+    for row in results["rows"]:
+        runs.setdefault((row["removed"], row["snr"], row["start"], row["assignment"], row.get("seed")), {})[row["iteration"]] = row
+    last = max(row["iteration"] for row in results["rows"])
+    rows = []
+    for (removed, snr, start, assignment, seed), found in runs.items():
+        begun = "both maps at 40 A" if start == "maps" else f"random, seed {seed}"
+        cells = [f"{100 * found[number]['right']:.1f} %" if number in found else "" for number in range(1, last + 1)]
+        end = found[max(found)]
+        rows.append([f"{100 * removed:g} %, {snr:g}", begun, assignment, *cells, f"{end['median_margin']:.0f}", duration(end["wall_s"])])
+    return markdown(["lobe, SNR", "start", "assignment", *(f"iteration {number}" for number in range(1, last + 1)), "median margin", "wall"], rows)
+
+
 def read_results(name: str, folder: Path) -> list[Measured]:
     """The files that a table is made of."""
     paths = [folder / f"{name}.json"]
@@ -179,6 +194,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     "iteration": iteration_table,
     "memory": memory_table,
     "accuracy": accuracy_table,
+    "classes": classes_table,
     "real_particles": real_particles_table,
     "star_rows": star_rows_table,
 }

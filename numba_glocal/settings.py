@@ -388,7 +388,7 @@ def settings_to_toml(settings: AlignSettings | AverageSettings) -> str:
     lines = [f"# Every option of this run{again}."]
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        if value is not None and value != ():
+        if value is not None:
             lines.append(f"{field.name} = {_toml(value)}")
     return "\n".join(lines) + "\n"
 
