@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -167,7 +168,7 @@ def information_limit(data: Path, diameter_angst: float, reached_angst: float | 
         setup = SearchSetup(job.grid, reference * np.float32(scale), job.particle_mask, noise, "ml", job.k_min, job.k_limit)
         session = backend.open_search(setup)
         result = align_chunk(session, batch, rotations, shifts, shifts, (), False)
-        noise = fit_noise(result.residuals, 3, int(job.k_limit))
+        noise = fit_noise(result.residuals[0], 3, int(job.k_limit))
         session.close()
         session = backend.open_search(SearchSetup(job.grid, reference * np.float32(scale), job.particle_mask, noise, "ml", job.k_min, job.k_limit))
         session.load(batch)
@@ -218,8 +219,8 @@ def run_ours(data: Path, output: Path, score: str, diameter_angst: float, option
     return [whole | {key: value for key, value in rows[-1].items() if key.endswith(("_deg", "_angst", "_sigma"))}, *rows]
 
 
-def run_relion(shared: Path, data: Path, diameter_angst: float) -> list[Measured]:
-    """RELION 3.1 from the same list and map on two cores; minutes to an hour."""
+def run_relion(shared: Path, data: Path, diameter_angst: float, limit_s: float | None = None) -> list[Measured]:
+    """RELION 3.1 from the same list and map on two cores; minutes to an hour. Stopped at a limit, its last whole iteration is the result."""
     pixel_angst = read_star(data / "start.star", "optics")["rlnImagePixelSize"][0]
     started = time.time()
     process = subprocess.Popen(
@@ -227,19 +228,34 @@ def run_relion(shared: Path, data: Path, diameter_angst: float) -> list[Measured
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
+    stopped = False
     with TreeWatch(process.pid) as watch:
-        _, problem = process.communicate()
-    if process.returncode:
+        try:
+            _, problem = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            stopped = True
+            os.killpg(process.pid, signal.SIGTERM)
+            _, problem = process.communicate()
+    if process.returncode and not stopped:
         raise RuntimeError(f"RELION failed: {problem[-2000:]}")
-    wall = time.time() - started
+    return relion_rows(data, started, time.time() - started, watch.cpu_at[-1][1])
+
+
+def relion_rows(data: Path, started: float, wall_s: float, cpu_s: float | None) -> list[Measured]:
+    """Errors of a run of RELION: its end (or, where it was stopped, its last whole iteration), then every iteration."""
     rows: list[Measured] = []
     for path in sorted((data / "rel").glob("run_it[0-9][0-9][0-9]_data.star"))[1:]:
         errors = PoseErrors(data / "truth.star", path)
         row = {"benchmark": "iteration", "program": "RELION", "iteration": int(path.name[6:9])}
         rows.append(row | {"since_start_s": path.stat().st_mtime - started} | errors.summary())
-    final = PoseErrors(data / "truth.star", data / "rel" / "run_data.star").summary()
-    return [{"benchmark": "run", "program": "RELION", "iterations": len(rows), "wall_s": wall, "cpu_s": watch.cpu_at[-1][1]} | final, *rows]
+    last = data / "rel" / "run_data.star"
+    final = (
+        PoseErrors(data / "truth.star", last).summary() if last.is_file() else {k: v for k, v in rows[-1].items() if k.endswith(("_deg", "_angst"))}
+    )
+    whole = {"benchmark": "run", "program": "RELION", "finished": last.is_file(), "iterations": len(rows), "wall_s": wall_s, "cpu_s": cpu_s}
+    return [whole | final, *rows]
 
 
 NOTES = (
@@ -260,6 +276,7 @@ def main(arguments: list[str] | None = None, folder: Path = RESULTS) -> None:
     parser.add_argument("--iterations", type=int, default=4)
     parser.add_argument("--gpus", help="as in `align`; by default the CPU")
     parser.add_argument("--relion", action="store_true", help="RELION 3.1 beside it (minutes to an hour)")
+    parser.add_argument("--relion-limit", type=float, metavar="SECONDS", help="RELION is stopped then")
     parser.add_argument("-o", "--output", type=Path, default=folder, help="folder of the results")
     parser.add_argument("more", nargs="*", help="after --: further options of `align`")
     options, more = parser.parse_known_args(arguments)
@@ -286,7 +303,7 @@ def main(arguments: list[str] | None = None, folder: Path = RESULTS) -> None:
         if options.relion and shared is not None:
             own = scratch / "relion"
             shutil.copytree(data, own)
-            rows = run_relion(shared, own, options.diameter)
+            rows = run_relion(shared, own, options.diameter, options.relion_limit)
             show(rows)
             write_results(f"accuracy_{options.name}_relion", rows, about, NOTES, options.output)
     finally:

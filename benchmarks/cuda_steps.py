@@ -107,7 +107,8 @@ def case(
     kinds = cuda.to_device(np.zeros(items, np.int32))
     tables = cuda.to_device(np.ones((2, TABLE_SIZE), np.float32))
     signed, table_scale = cuda.to_device(np.zeros(1, np.int32)), cuda.to_device(np.full(1, TABLE_SIZE - 1, np.float32))
-    inverse = cuda.to_device(np.full(box, 1e-3, np.float32))
+    inverse, gains = cuda.to_device(np.full((1, box), 1e-3, np.float32)), cuda.to_device(np.ones(1, np.float32))
+    one_group = cuda.to_device(np.zeros(items, np.int32))
     points, radius, point_weight = cuda.to_device(band.points.ravel()), cuda.to_device(band.radius), cuda.to_device(band.sample_weight)
     line_start, line_length, plane_start = cuda.to_device(band.line_start), cuda.to_device(band.line_length), cuda.to_device(band.plane_start)
     starts_host = uniform_rotations(items) if not global_search else np.repeat(np.eye(3)[None], items, 0)
@@ -151,6 +152,8 @@ def case(
             signed,
             table_scale,
             inverse,
+            gains,
+            one_group,
             points,
             radius,
             point_weight,
@@ -314,7 +317,9 @@ def refinement(box: int, k_max: int, particles: int) -> dict[str, Any]:
         cuda.to_device(np.ones((2, TABLE_SIZE), np.float32)),
         cuda.to_device(np.zeros(1, np.int32)),
         cuda.to_device(np.full(1, TABLE_SIZE - 1, np.float32)),
-        cuda.to_device(np.full(box, 1e-3, np.float32)),
+        cuda.to_device(np.full((1, box), 1e-3, np.float32)),
+        cuda.to_device(np.ones(1, np.float32)),
+        cuda.to_device(np.zeros(items, np.int32)),
         cuda.to_device(np.full(3, 0.03, np.float32)),
         rotations,
         shifts,

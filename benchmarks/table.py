@@ -118,12 +118,34 @@ def accuracy_table(results: Measured) -> str:
             rows.append(["aligned to the true map", *cells(row, "true_map_"), "", "", ""])
         for row in _select(results, set=name, benchmark="run"):
             about = f"ours, {row['score']}" if row["program"] == "ours" else row["program"]
+            if not row.get("finished", True):
+                about += ", stopped before its end"
             lost = f"{row['share_over_15_deg']:.0%}"
-            rows.append([about, *cells(row), lost, str(row["iterations"]), f"{duration(row['wall_s'])} / {duration(row['cpu_s'])}"])
+            rows.append(
+                [
+                    about,
+                    *cells(row),
+                    lost,
+                    str(row["iterations"]),
+                    f"{duration(row['wall_s'])} / {'?' if row['cpu_s'] is None else duration(row['cpu_s'])}",
+                ]
+            )
             if row["program"] == "RELION":
                 at_best = min(_select(results, set=name, benchmark="iteration", program="RELION"), key=lambda entry: entry["median_deg"])
                 rows.append([f"its best iteration, {at_best['iteration']}", *cells(at_best), f"{at_best['share_over_15_deg']:.0%}", "", ""])
     head = ["", "degrees, median / 90 %", "Angstrom, median / 90 %", "over 15 degrees", "iterations", "wall / CPU"]
+    return markdown(head, rows)
+
+
+def real_particles_table(results: Measured) -> str:
+    """Distances to the published poses."""
+    rows = []
+    for row in _select(results, benchmark="real"):
+        about = f"{row['case']}, {row['data']}{', priors' if row['prior'] else ''}"
+        cells = [f"{row[f'median_{unit}']:.1f} / {row[f'p90_{unit}']:.1f}" for unit in ("deg", "angst")]
+        sigma = f"{row['sigma_deg']:.1f} ({row['error_over_sigma_deg']:.1f}) / {row['sigma_angst']:.1f} ({row['error_over_sigma_angst']:.1f})"
+        rows.append([about, *cells, f"{row['share_over_15_deg']:.1%}", sigma])
+    head = ["", "degrees, median / 90 %", "Angstrom, median / 90 %", "over 15 degrees", "sigma in degrees / Angstrom (error / sigma)"]
     return markdown(head, rows)
 
 
@@ -140,11 +162,25 @@ def read_results(name: str, folder: Path) -> list[Measured]:
     return found
 
 
+def star_rows_table(results: Measured) -> str:
+    """Steps of reading and writing a long list."""
+    steps = {
+        "read_star": "STAR file read",
+        "write_star": "STAR file written as it is",
+        "read_particles": "particle list read",
+        "write_particles": "particle list written, every pose changed",
+    }
+    rows = [[steps[row["step"]], duration(row["seconds"]), duration(row["cpu_seconds"]), f"{row['peak_gib']:.2f} GiB"] for row in results["rows"]]
+    return markdown([f"{results['rows'][0]['rows']:,} rows", "by the clock", "processor", "peak memory"], rows)
+
+
 TABLES: dict[str, Callable[[Measured], str]] = {
     "kernels": kernels_table,
     "iteration": iteration_table,
     "memory": memory_table,
     "accuracy": accuracy_table,
+    "star_rows": star_rows_table,
+    "real_particles": real_particles_table,
 }
 
 

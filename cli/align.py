@@ -12,19 +12,20 @@ import click
 
 from numba_glocal.errors import SettingsError
 from numba_glocal.job import prepare_job
-from numba_glocal.refinement import Refinement, RunResult
-from numba_glocal.results import RunFolder
+from numba_glocal.refinement import Refinement
+from numba_glocal.results import RunFolder, RunResult
 from numba_glocal.schedule import last_iteration
-from numba_glocal.settings import GPU_PRECISIONS, SPLITS, AlignSettings, read_job_file
-from numba_glocal.values import SCORES
+from numba_glocal.settings import ASSIGNMENTS, GPU_PRECISIONS, SPLITS, AlignSettings, read_job_file
+from numba_glocal.values import NOISE_GROUPS, SCORES
 
-from .console import Stage, note, print_facts, say, warn
+from .console import Stage, note, print_facts, say, shown_warnings, warn
 from .options import (
     PATH,
     diameter_option,
     dry_run_option,
     numbered_options,
     pixel_size_option,
+    root_option,
     seed_option,
     subset_option,
     symmetry_option,
@@ -32,11 +33,11 @@ from .options import (
     wedge_options,
     worker_options,
 )
-from .running import choose_workers, input_paths, new_folder, plan_facts, run_job, shown_warnings
+from .running import choose_workers, input_paths, new_folder, plan_facts, run_job
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(AlignSettings)}
 _CHANGEABLE_ON_RESUME = {"iterations", "until_converged", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "gpu_memory_gib", "max_bad", "output"}
-_PATHS = {"particles", "reference", "mask", "angle_list", "wedge_list"}
+_PATHS = {"particles", "reference", "further_references", "mask", "angle_list", "wedge_list", "root"}
 _BEGINS_AGAIN = "holds no finished iteration; the run begins again"
 
 
@@ -50,7 +51,15 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @click.command("align")
 @click.argument("particles", type=PATH, required=False)
 @click.option("-o", "--output", type=PATH, metavar="FOLDER", help="Run folder; must not hold another run.")
-@_option("--reference", key="reference", kind=str, text="Start map. [default: average of the given poses]", metavar="FILE")
+@click.option(
+    "--reference",
+    "references",
+    multiple=True,
+    metavar="FILE",
+    help="Start map; given several times, one for each class. [default: average of the given poses]",
+)
+@_option("--classes", key="classes", kind=int, text="Classes; drawn at random where they have no start maps of their own.", metavar="K")
+@_option("--class-assignment", key="class_assignment", kind=click.Choice(ASSIGNMENTS), text="To the best class, or to each by its probability.")
 @_option("--initial-lowpass", key="initial_lowpass_angst", kind=float, text="Low-pass of the start map.", metavar="ANGSTROM")
 @_option("--mask", key="mask", kind=str, text="Mask of the reference; it turns with it. [default: sphere of --particle-diameter]", metavar="FILE")
 @click.option("--spherical-mask", is_flag=True, help="A soft sphere of --particle-diameter (what is used without --mask).")
@@ -78,7 +87,11 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @_option("--lowpass", key="lowpass_angst", kind=float, text="Finest detail used.", metavar="ANGSTROM")
 @_option("--fsc-criterion", key="fsc_criterion", kind=float, text="FSC value at which the resolution is read.")
 @wedge_options
+@root_option
 @_option("--split", key="split", kind=click.Choice(SPLITS), text="Half-sets: as the list says, by particle, or by tomogram.")
+@click.option("--mirror", is_flag=True, default=None, help="The particles have the other hand: start map and mask are mirrored along z.")
+@click.option("--check-hand", is_flag=True, default=None, help="Say at the start whether particles match the start map or its mirror image better.")
+@_option("--noise-groups", key="noise_groups", kind=click.Choice(NOISE_GROUPS), text="Particles that share a noise model and a scale of the signal.")
 @_option(
     "--keep-best", key="keep_best_percent", kind=float, text="Average this share of each half only, by score; all are aligned.", metavar="PERCENT"
 )
@@ -116,7 +129,7 @@ def align_command(
     with shown_warnings(), ExitStack() as until_the_end:
         settings = _settings(ctx, particles, output, job_file, resume, options)
         folder = RunFolder(Path(settings.output))
-        inputs = input_paths(settings.particles, settings.reference, settings.mask, settings.angle_list, settings.wedge_list)
+        inputs = input_paths(settings.particles, *settings.references, settings.mask, settings.angle_list, settings.wedge_list)
         if not resume:
             folder.check_new(inputs)
         elif not dry_run:
@@ -151,13 +164,28 @@ def align_command(
         run_job(job, plan, folder, "align", work)
 
 
+def _meant_from(folder: Path, paths: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """A path, or several, as they were meant from a folder; those that are not there stay."""
+    if isinstance(paths, tuple):
+        return tuple(str(_meant_from(folder, path)) for path in paths)
+    return str(folder / paths) if (folder / paths).exists() else paths
+
+
+def _resolved(paths: str | tuple[str, ...]) -> list[Path]:
+    """One path, or several, without ways around."""
+    return [Path(path).resolve() for path in ((paths,) if isinstance(paths, str) else paths)]
+
+
 def _settings(
     ctx: click.Context, particles: Path | None, output: Path | None, job_file: Path | None, resume: bool, options: dict[str, Any]
 ) -> AlignSettings:
     """Options of the command line over those of a job file (of the run itself when resuming)."""
     if options.pop("spherical_mask") and options["mask"] is not None:
         raise SettingsError("--mask and --spherical-mask exclude each other")
+    references = options.pop("references")
     given = {key: value for key, value in options.items() if value is not None}
+    if references:
+        given |= {"reference": references[0], "further_references": tuple(references[1:])}
     for key in (
         "seed",
         "symmetry",
@@ -180,11 +208,11 @@ def _settings(
         base = read_job_file(output / "job.toml")
         started_in = RunFolder(output).started_in()
         for key in _PATHS & base.keys():  # they were meant from there, wherever we are now
-            if started_in is not None and started_in != Path.cwd() and (started_in / base[key]).exists():
-                base[key] = str(started_in / base[key])
+            if started_in is not None and started_in != Path.cwd():
+                base[key] = _meant_from(started_in, base[key])
         for key, value in given.items():
             before = base.get(key, _DEFAULTS.get(key))
-            same = Path(before).resolve() == Path(value).resolve() if key in _PATHS and before is not None else before == value
+            same = _resolved(before) == _resolved(value) if key in _PATHS and before is not None else before == value
             if key not in _CHANGEABLE_ON_RESUME and not same:
                 raise SettingsError(f"--resume: {key} was {before} in this run and cannot become {value}")
     elif job_file is not None:

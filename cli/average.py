@@ -11,8 +11,9 @@ from numba_glocal.job import prepare_job
 from numba_glocal.refinement import average_run
 from numba_glocal.results import RunFolder
 from numba_glocal.settings import SPLITS, AverageSettings
+from numba_glocal.values import NOISE_GROUPS
 
-from .console import Stage, print_facts, say, warn
+from .console import Stage, print_facts, say, shown_warnings, warn
 from .options import (
     PATH,
     diameter_option,
@@ -21,6 +22,7 @@ from .options import (
     output_option,
     particles_argument,
     pixel_size_option,
+    root_option,
     seed_option,
     subset_option,
     symmetry_option,
@@ -28,7 +30,7 @@ from .options import (
     wedge_options,
     worker_options,
 )
-from .running import choose_workers, input_paths, new_folder, plan_facts, run_job, shown_warnings
+from .running import choose_workers, input_paths, new_folder, plan_facts, run_job
 
 
 @click.command("average")
@@ -50,7 +52,9 @@ from .running import choose_workers, input_paths, new_folder, plan_facts, run_jo
 @symmetry_option
 @click.option("--fsc-criterion", type=float, default=0.143, show_default=True, help="FSC value at which the resolution is read.")
 @wedge_options
+@root_option
 @click.option("--split", type=click.Choice(SPLITS), default="file", show_default=True, help="Half-sets: of the list, by particle, by tomogram.")
+@click.option("--noise-groups", type=click.Choice(NOISE_GROUPS), default="auto", show_default=True, help="Particles that share a noise model.")
 @click.option("--invert-contrast", is_flag=True, help="Turn black into white.")
 @click.option("--normalise/--no-normalise", "normalise", default=True, show_default=True, help="Particles to mean 0, deviation 1 outside the mask.")
 @click.option("--premultiplied/--not-premultiplied", "premultiplied", default=None, help="Overrides the list's flag (--weighting ctf).")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from types import TracebackType
 from typing import Any
@@ -55,6 +57,19 @@ def detail(text: str) -> None:
 def warn(text: str) -> None:
     """A warning (stderr); shown with --quiet too."""
     print(f"numba-glocal: warning: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def shown_warnings() -> Iterator[None]:
+    """Library warnings as one line each."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        previous = warnings.showwarning
+        warnings.showwarning = lambda message, *rest, **more: warn(" ".join(str(message).split()))
+        try:
+            yield
+        finally:
+            warnings.showwarning = previous
 
 
 def print_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:

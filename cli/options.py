@@ -89,6 +89,8 @@ subset_option = click.option("--subset", type=click.IntRange(min=2), metavar="N"
 
 dry_run_option = click.option("--dry-run", is_flag=True, help="Read, check, print the plan, and stop.")
 
+root_option = click.option("--root", metavar="FOLDER", help="Where the list's names start. [default: its folder, a parent, or the current folder]")
+
 mask_options = together(
     click.option("--mask", "mask_path", type=PATH, metavar="FILE", help="Mask of the reference; it turns with it."),
     click.option("--spherical-mask", is_flag=True, help="A soft sphere of --particle-diameter."),

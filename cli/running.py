@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from numba_glocal import __version__
 from numba_glocal.alignment import SearchPlan, search_levels
 from numba_glocal.averaging import warm_up as warm_up_maps
 from numba_glocal.backends.protocols import SearchLevel
+from numba_glocal.classification import class_text
 from numba_glocal.devices import memory_bytes, resolve_gpus, workers_per_gpu
 from numba_glocal.errors import DeviceError, SettingsError, plural
 from numba_glocal.execution.executors import make_executor
@@ -24,13 +24,13 @@ from numba_glocal.execution.pinning import usable_cores
 from numba_glocal.execution.pool import WorkerEvent
 from numba_glocal.execution.tasks import particles_treated, start_worker, warm_up, warm_up_cuda
 from numba_glocal.fourier import padded_offset
-from numba_glocal.job import Job, largest_chunk, particle_bytes
-from numba_glocal.refinement import RunResult
+from numba_glocal.job import Job, largest_chunk, particle_bytes, start_classes
 from numba_glocal.report import WorkerSummary, write_report
-from numba_glocal.results import FILES, RunFolder, RunState, load_report_data, total_of_legs
+from numba_glocal.results import FILES, RunFolder, RunResult, RunState, load_report_data, total_of_legs
 from numba_glocal.schedule import first_search, has_converged
 from numba_glocal.settings import AlignSettings, AverageSettings
 from numba_glocal.symmetry import grid_factors
+from numba_glocal.values import TiltGeometry
 
 from .console import detail, gibibytes, note, say, warn
 from .interrupt import remembered
@@ -96,6 +96,8 @@ def choose_workers(settings: AlignSettings | AverageSettings) -> WorkerPlan:
             raise DeviceError(f"--gpus {settings.gpus}: numba-cuda is not installed; {hint}")
         gpu_ids, note_text = (), f"a GPU is there but numba-cuda is not installed, so the CPU is used ({hint})"
     if gpu_ids:
+        if isinstance(settings, AlignSettings) and settings.score == "flcf" and settings.mask is not None:
+            raise SettingsError(f"--score flcf with --mask {settings.mask}: on the CPU only; expected --gpus none, another score, or no --mask")
         reason = ""
         if settings.procs_per_gpu == "auto":
             limit = None if settings.gpu_memory_gib is None else int(settings.gpu_memory_gib * 2**30)
@@ -119,19 +121,6 @@ def choose_workers(settings: AlignSettings | AverageSettings) -> WorkerPlan:
     if workers > max(16, 4 * cores):
         raise SettingsError(f"--cpu-procs {workers}: expected at most {max(16, 4 * cores)} on {cores} usable cores")
     return WorkerPlan(workers, note=note_text)
-
-
-@contextmanager
-def shown_warnings() -> Any:
-    """Library warnings as one line each."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", UserWarning)
-        previous = warnings.showwarning
-        warnings.showwarning = lambda message, *rest, **more: warn(" ".join(str(message).split()))
-        try:
-            yield
-        finally:
-            warnings.showwarning = previous
 
 
 def _levels(job: Job, plan: SearchPlan) -> tuple[SearchLevel, ...]:
@@ -201,6 +190,8 @@ def _estimate(job: Job, plan: WorkerPlan, levels: tuple[SearchLevel, ...]) -> st
         search += seeds * pairs * (len(level.rotations) * _NS_PER_PAIR + 2.0 * _NS_PER_SAMPLE)
     refine = 10.0 * 2.1 * levels[-1].k_max ** 3 * _NS_PER_SAMPLE
     each = (search + refine) * 1e-9 + 0.004 * (n / 64.0) ** 3
+    if isinstance(job.settings, AlignSettings):
+        each *= job.settings.classes  # all but the first of them without start maps
     count = len(job.particles)
     maps = 2.0 * (n / 64.0) ** 3
     first = maps + count * (each + 2.0 * _READ_SECONDS * (n / 64.0) ** 3) / plan.workers
@@ -223,6 +214,7 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("particle diameter", f"{job.diameter_angst:.0f} A, from {job.diameter_source}"),
         ("mask", job.mask_name),
         ("symmetry", _symmetry_text(settings.symmetry)),
+        ("noise", str(job.noise_groups)),
         ("data", "premultiplied, weights hold CTF^2 (RELION 4 convention)" if particles.premultiplied else "weights multiply the reference"),
     ]
     facts.append(("wedge", _wedge_text(job)))
@@ -231,7 +223,8 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         levels = _levels(job, first)
         text = ", ".join(f"{len(level.rotations)} rotations to {job.shell_of(1.0) / level.k_max:.0f} A" for level in levels)
         facts += [
-            ("start map", settings.reference or "average of the given poses"),
+            ("start map", ", ".join(settings.references) or "average of the given poses"),
+            *_class_facts(job, settings),
             ("first search", f"{_where(settings)}{text}; shifts within {first.shift_radius_angst:.0f} A"),
             ("score", settings.score),
             ("iterations", f"{'at most ' if settings.until_converged else ''}{settings.iterations}"),
@@ -250,6 +243,20 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("output", settings.output),
     ]
     return facts
+
+
+def _class_facts(job: Job, settings: AlignSettings) -> list[tuple[str, str]]:
+    """How many classes, from what, and what decides."""
+    if settings.classes == 1:
+        return []
+    if settings.further_references:
+        start = "each from its start map"
+    elif start_classes(job.particles, settings.classes) is not None:
+        start = "from the list's rlnClassNumber, after the first iteration"
+    else:
+        start = f"drawn at random after the first iteration (--seed {settings.seed})"
+    by = "log-likelihood" if settings.score == "ml" else f"score {settings.score}"
+    return [("classes", f"{settings.classes}, {start}; {settings.class_assignment} assignment by {by}")]
 
 
 def _where(settings: AlignSettings) -> str:
@@ -273,7 +280,12 @@ def _wedge_text(job: Job) -> str:
         shown = "; ".join(" and ".join(f"{t.tilt_min_deg:g} to {t.tilt_max_deg:g} about {t.tilt_axis}" for t in tilts) for tilts in sets[:3])
         more = f" and {len(sets) - 3} others" if len(sets) > 3 else ""
         kinds.append(f"{plural(len(given), 'particle')} with tilts {shown}{more} of the list{flipped}")
-    rest = len(weights) - n_volumes - len(given)
+    stacks = [weight for weight in weights if isinstance(weight, TiltGeometry)]
+    if stacks:
+        images = sorted({len(weight) for weight in stacks})
+        shown = f"{images[0]}" if len(images) == 1 else f"{images[0]} to {images[-1]}"
+        kinds.append(f"{plural(len(stacks), 'particle')} with the CTF^2 of their own {shown} tilt images")
+    rest = len(weights) - n_volumes - len(given) - len(stacks)
     if rest and job.settings.tilt_range_deg is not None:
         low, high = job.settings.tilt_range_deg
         kinds.append(f"{plural(rest, 'particle')} with tilts {low:g} to {high:g} about {job.settings.tilt_axis} (--tilt-range){flipped}")
@@ -351,6 +363,7 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
             *(__version__, command, job.settings.particles, *halves),
             *(plural(plan.workers, "worker"), ", ".join(f"GPU {gpu}" for gpu in plan.gpu_ids) or "the CPU"),
         )
+        logging.getLogger(f"{_LOG}.plan").info("noise: %s", job.noise_groups)
         for line in job.warnings:  # shown already
             logging.getLogger(f"{_LOG}.plan").warning(line)
         with make_executor(
@@ -409,6 +422,7 @@ def _write_summary(job: Job, folder: RunFolder, command: str, result: RunResult,
             "criterion": settings.fsc_criterion,
             "resolution_angst": result.crossing.resolution_angst if result.crossing.shell > 0 else None,
             "iterations": state.history if state is not None else [],
+            "classes": state.history[-1].get("classes", []) if state is not None and state.history else [],
             "converged": has_converged(state.history) if state is not None and state.history else None,
             "score": getattr(settings, "score", "none"),
             "workers": [dataclasses.asdict(worker) for worker in workers],
@@ -418,6 +432,8 @@ def _write_summary(job: Job, folder: RunFolder, command: str, result: RunResult,
             "resumed": len(legs) - 1,
             "symmetry": settings.symmetry,
             "symmetry_agreement": result.symmetry_agreement,
+            "noise": result.noise,
+            "noise_groups": job.noise_groups.names,
             "settings": {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)},
         },
     )
@@ -425,7 +441,13 @@ def _write_summary(job: Job, folder: RunFolder, command: str, result: RunResult,
 
 def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, seconds: float, job: Job) -> None:
     crossing = result.crossing
-    if crossing.shell < 1:
+    if result.classes:
+        for of_class in result.classes:
+            say(f"C{class_text(of_class)[1:]}.")
+        change = None if state is None or not state.history else state.history[-1].get("class_change")
+        if change is not None:
+            say(f"In the last iteration {100 * change:.1f} % of the particles changed their class.")
+    elif crossing.shell < 1:
         say("The half-maps do not agree at any resolution: there is no structure to report.")
     else:
         where = "" if crossing.crossed else " (the FSC never falls below the criterion: the pixel size limits it)"
@@ -443,7 +465,7 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
     if state is not None and state.history:
         last = state.history[-1]
         say(f"Median change of the last iteration: {last['angle_change_deg']:.2f} degrees, {last['shift_change_angst']:.2f} A.")
-        unclear = f"; {plural(last['ambiguous'], 'particle')} had a second mode at odds of more than 1 to 100" if last["ambiguous"] else ""
+        unclear = f"; {plural(last['ambiguous'], 'particle')} had a second mode at odds of more than 1 to 100" if last.get("ambiguous") else ""
         say(f"Median uncertainty of a pose, along one axis: {last['angle_sigma_deg']:.2f} degrees, {last['shift_sigma_angst']:.2f} A{unclear}.")
         if getattr(job.settings, "until_converged", False):
             reached = "Converged" if has_converged(state.history) else "Not converged"
@@ -456,7 +478,8 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
     legs = folder.legs()
     in_all = f" ({total_of_legs(legs)[0]:.1f} s in all, resumed {plural(len(legs) - 1, 'time')})" if len(legs) > 1 else ""
     say(f"{result.half_counts[0]} + {result.half_counts[1]} particles, {seconds:.1f} s{in_all}.")
-    say(f"Results in {folder.path}: average.mrc, half1.mrc, half2.mrc, {_lists(folder)}, fsc.star, report.html")
+    maps = f"class1 to class{len(result.classes)} with maps and FSC" if result.classes else "average.mrc, half1.mrc, half2.mrc, fsc.star"
+    say(f"Results in {folder.path}: {maps}, {_lists(folder)}, report.html")
 
 
 def _lists(folder: RunFolder) -> str:

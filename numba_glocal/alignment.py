@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .backends.newton import MAX_STEPS
 from .backends.protocols import Candidates, ParticleBatch, PoseEstimates, SearchLevel, SearchSession, as_candidates, unusable
-from .noise import ResidualPower
+from .noise import GroupResiduals, NoiseModels, ResidualPower, add_residuals, held_in_average
 from .pose_prior import PosePrior
 from .sampling import local_rotations, rotations_for_increment
 from .symmetry import group_rotations, in_asymmetric_unit
@@ -179,7 +181,7 @@ class ChunkResult:
         Poses after the task; the starts where nothing was searched or refined, and for bad particles.
     estimates : PoseEstimates or None
         When refined.
-    residuals : ResidualPower
+    residuals : dict of group to ResidualPower
         At those poses.
     bad : list of (index, reason)
     """
@@ -187,7 +189,7 @@ class ChunkResult:
     rotations: NDArray[np.float64]
     shifts_angst: NDArray[np.float64]
     estimates: PoseEstimates | None
-    residuals: ResidualPower
+    residuals: GroupResiduals
     bad: list[tuple[int, str]]
 
 
@@ -202,6 +204,7 @@ def align_chunk(
     plan: SearchPlan | None = None,
     evidence: float = 0.0,
     prior: PosePrior | None = None,
+    most_steps: int = MAX_STEPS,
 ) -> ChunkResult:
     """Searches level by level, refines, and collects residuals at the poses found.
 
@@ -224,14 +227,37 @@ def align_chunk(
         Log-likelihood that one unit of score stands for; 0 where scores are no likelihoods. Else unlikely candidates are dropped: between the
         levels of a search with several modes, and before the refinement of any.
     prior : PosePrior, optional
+    most_steps : int
+        Of Gauss-Newton; 0 gives the sums and scores of the poses as they are.
     """
     bad = session.load(particles, prior)
+    usable = ~unusable(bad, len(particles.keys))
+    starts = rotations, shifts_angst, anchor_angst
+    out_rotations, out_shifts, estimates = _find_poses(session, usable, *starts, levels, refine, plan, evidence, most_steps)
+    residuals = session.residuals(out_rotations, out_shifts)
+    session.unload()
+    return ChunkResult(out_rotations, out_shifts, estimates, residuals, bad)
+
+
+def _find_poses(
+    session: SearchSession,
+    usable: NDArray[np.bool_],
+    rotations: NDArray[np.float64],
+    shifts_angst: NDArray[np.float64],
+    anchor_angst: NDArray[np.float64],
+    levels: tuple[SearchLevel, ...],
+    refine: bool,
+    plan: SearchPlan | None,
+    evidence: float,
+    most_steps: int = MAX_STEPS,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], PoseEstimates | None]:
+    """Poses of the particles that a session has loaded, level by level and refined."""
     everywhere = plan is not None and plan.everywhere
     candidates = as_candidates(np.broadcast_to(np.eye(3), rotations.shape) if everywhere else rotations, shifts_angst)
     relaxes = plan is not None and plan.relaxed != "C1"
     if plan is not None and levels and relaxes:
         candidates = all_copies(candidates, plan.relaxed)
-    candidates.scores[unusable(bad, len(particles.keys))] = -np.inf
+    candidates.scores[~usable] = -np.inf
     for number, level in enumerate(levels):
         if plan is not None and number > 0 and (everywhere or relaxes):
             candidates = drop_copies(drop_unlikely(candidates, evidence), plan.symmetry, levels[number - 1].separation_deg)
@@ -241,15 +267,129 @@ def align_chunk(
     found = candidates.scores[:, 0] > -np.inf
     estimates = None
     if refine:
-        estimates = session.refine(candidates, anchor_angst)
+        estimates = session.refine(candidates, anchor_angst, most_steps)
         new_rotations, new_shifts = estimates.rotations, estimates.shifts_angst
     else:
         new_rotations, new_shifts = candidates.rotations[:, 0], candidates.shifts_angst[:, 0]
-    out_rotations = np.where(found[:, None, None], new_rotations, rotations)
-    out_shifts = np.where(found[:, None], new_shifts, shifts_angst)
-    residuals = session.residuals(out_rotations, out_shifts)
-    session.unload()
-    return ChunkResult(out_rotations, out_shifts, estimates, residuals, bad)
+    return np.where(found[:, None, None], new_rotations, rotations), np.where(found[:, None], new_shifts, shifts_angst), estimates
+
+
+@dataclass(frozen=True, slots=True)
+class ClassesResult:
+    """What comparing one chunk with every class gives.
+
+    Attributes
+    ----------
+    rotations : (c, p, 3, 3) float64, shifts_angst : (c, p, 3) float64
+        Poses in each class.
+    scores, log_likelihood : (c, p) float64
+        -inf where nothing was refined, and for bad particles.
+    variances : (c, p, 6) float64
+        Of rotation vector (radians) and shift (Angstrom).
+    best : (p,) int64
+        Class of each particle: the one given, or the one that won.
+    residuals : GroupResiduals
+        Each particle against its own class.
+    numerator, denominator : (p,) float64
+        num and den2 there; 0 where nothing was refined.
+    held_weight, held_power : (p, shells) float64
+        What each particle brings to an average; see `noise.held_in_average`.
+    bad : list of (index, reason)
+    """
+
+    rotations: NDArray[np.float64]
+    shifts_angst: NDArray[np.float64]
+    scores: NDArray[np.float64]
+    log_likelihood: NDArray[np.float64]
+    variances: NDArray[np.float64]
+    best: NDArray[np.int64]
+    residuals: GroupResiduals
+    numerator: NDArray[np.float64]
+    denominator: NDArray[np.float64]
+    held_weight: NDArray[np.float64]
+    held_power: NDArray[np.float64]
+    bad: list[tuple[int, str]]
+
+
+def align_classes(
+    open_session: Callable[[int], SearchSession],
+    particles: ParticleBatch,
+    rotations: NDArray[np.float64],
+    shifts_angst: NDArray[np.float64],
+    anchor_angst: NDArray[np.float64],
+    levels: tuple[SearchLevel, ...],
+    refine: bool,
+    given: NDArray[np.int64],
+    handicap: NDArray[np.float64],
+    noise: NoiseModels,
+    by_likelihood: bool,
+    plan: SearchPlan | None = None,
+    evidence: float = 0.0,
+    prior: PosePrior | None = None,
+) -> ClassesResult:
+    """Every particle against every class, one class after the other; what was prepared of a particle serves all of them.
+
+    Parameters
+    ----------
+    open_session : callable
+        ``open_session(c)``: the session of class c. It need not outlive the next call.
+    particles : ParticleBatch
+    rotations : (c, p, 3, 3), shifts_angst : (c, p, 3)
+        Starts in each class.
+    anchor_angst, levels, plan, evidence, prior
+        As `align_chunk`.
+    refine : bool
+        Without it nothing is compared: residuals are taken at the starts, against the classes `given`.
+    given : (p,) int64
+    handicap : (c, p) float64
+        What noise in a class's map adds to a particle's log-likelihood there; taken off before classes are compared.
+    noise : tuple of NoiseModel
+        Of the sessions' groups.
+    by_likelihood : bool
+        Whether the log-likelihood decides, else the score.
+    """
+    count, size = len(rotations), len(particles.keys)
+    out_rotations, out_shifts = rotations.copy(), shifts_angst.copy()
+    scores, likelihood, variances = np.full((count, size), -np.inf), np.full((count, size), -np.inf), np.full((count, size, 6), np.nan)
+    numerator, denominator = np.zeros((count, size)), np.zeros((count, size))
+    bad: list[tuple[int, str]] = []
+    best = given.copy()
+    if refine:
+        for c in range(count):
+            session = open_session(c)
+            bad = session.load(particles, prior)
+            usable = ~unusable(bad, size)
+            out_rotations[c], out_shifts[c], estimates = _find_poses(
+                session, usable, rotations[c], shifts_angst[c], anchor_angst, levels, True, plan, evidence
+            )
+            session.unload()
+            assert estimates is not None
+            ended = usable & np.isfinite(estimates.scores) & np.isfinite(estimates.log_likelihood)
+            scores[c, ended], likelihood[c, ended] = estimates.scores[ended], estimates.log_likelihood[ended]
+            variances[c] = np.diagonal(estimates.covariances, axis1=1, axis2=2)
+            numerator[c], denominator[c] = estimates.numerator, estimates.denominator
+        best = np.argmax(likelihood - handicap if by_likelihood else scores, axis=0).astype(np.int64)
+    groups = particles.groups_of(noise)
+    shells = len(noise[0].sigma2)
+    residuals: GroupResiduals = {}
+    held_weight, held_power = np.zeros((size, shells)), np.zeros((size, shells))
+    for c in range(count):
+        rows = np.flatnonzero(best == c)
+        if not len(rows):
+            continue
+        session = open_session(c)
+        left_out = session.load(particles.take(rows.tolist()))
+        each, signed = session.residuals_each(out_rotations[c, rows], out_shifts[c, rows])
+        session.unload()
+        for group in np.unique(groups[rows]):
+            own = groups[rows] == group
+            add_residuals(residuals, {int(group): ResidualPower(each.power[own].sum(0), each.count[own].sum(0), each.weight_sum[own].sum(0))})
+        held_weight[rows], held_power[rows] = held_in_average(each, signed, noise, groups[rows])
+        if not refine:
+            bad += [(int(rows[index]), reason) for index, reason in left_out]
+    every = np.arange(size)
+    sums = numerator[best, every], denominator[best, every]
+    return ClassesResult(out_rotations, out_shifts, scores, likelihood, variances, best, residuals, *sums, held_weight, held_power, sorted(bad))
 
 
 def all_copies(candidates: Candidates, group: str) -> Candidates:

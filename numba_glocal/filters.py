@@ -122,3 +122,9 @@ def _shell_of(resolution_angst: float, box_size: int, pixel_size_angst: float, w
 def _apply(volume: NDArray[Any], passed: NDArray[np.float64]) -> NDArray[np.float32]:
     spectrum = rfftn(np.asarray(volume, dtype=np.float32))
     return irfftn((spectrum * passed).astype(np.complex64), volume.shape[0]).astype(np.float32)
+
+
+def mirrored(volume: NDArray[Any]) -> NDArray[Any]:
+    """A map with its z axis turned round about voxel ``n // 2``: the same object of the other hand."""
+    turned = volume[::-1]
+    return np.ascontiguousarray(turned if len(volume) % 2 else np.roll(turned, 1, axis=0))

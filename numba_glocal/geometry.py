@@ -26,9 +26,14 @@ def relion_to_matrix(angles_deg: ArrayLike) -> NDArray[np.float64]:
     (..., 3, 3) float64
         ``R``.
     """
-    angles = np.asarray(angles_deg, dtype=np.float64)
-    flat = Rotation.from_euler("ZYZ", angles.reshape(-1, 3), degrees=True).inv().as_matrix()
-    return flat.reshape(*angles.shape[:-1], 3, 3)
+    angles = np.deg2rad(np.asarray(angles_deg, dtype=np.float64))
+    (ca, cb, cc), (sa, sb, sc) = np.moveaxis(np.cos(angles), -1, 0), np.moveaxis(np.sin(angles), -1, 0)
+    matrix = np.empty((*angles.shape[:-1], 3, 3))
+    # rows of R are columns of Rz(rot) Ry(tilt) Rz(psi)
+    matrix[..., 0, 0], matrix[..., 0, 1], matrix[..., 0, 2] = ca * cb * cc - sa * sc, sa * cb * cc + ca * sc, -sb * cc
+    matrix[..., 1, 0], matrix[..., 1, 1], matrix[..., 1, 2] = -ca * cb * sc - sa * cc, ca * cc - sa * cb * sc, sb * sc
+    matrix[..., 2, 0], matrix[..., 2, 1], matrix[..., 2, 2] = ca * sb, sa * sb, cb
+    return matrix
 
 
 def matrix_to_relion(rotations: ArrayLike) -> NDArray[np.float64]:

@@ -6,27 +6,29 @@ import math
 import warnings as python_warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .backends.protocols import Grid, ParticleMask
-from .errors import ListError, NoAnglesWarning, SettingsError, VolumeError, plural
+from .errors import NoAnglesWarning, SettingsError, VolumeError, plural
 from .execution.tasks import Chunk
-from .filters import lowpass
+from .filters import lowpass, mirrored
 from .fourier import grid_shells, max_band, padded_offset
 from .half_sets import assign_half_sets
 from .io import read_particles, read_volume
 from .io.angle_list import read_angle_list
 from .io.pixel_size import SAME_PIXEL_SIZE
 from .masks import check_mask, mask_offset_voxels, spherical_mask
+from .noise_groups import NoiseGroups, find_noise_groups
 from .particles import ParticleReader, fourier_crop
 from .sampling import distinct_rotations
 from .settings import AlignSettings, AverageSettings
 from .shifts import binned_box_size
 from .symmetry import symmetry_agreement
+from .tilt_images import with_tilt_images
 from .values import ParticleSet, Poses, TiltRange
 
 _DEFAULT_DIAMETER_OF_BOX = 0.8
@@ -58,6 +60,10 @@ class Job:
     start_map : (n, n, n) float32 or None
         Low-passed, on the worked grid; None where the start is the average of the given poses, or an earlier iteration.
     warnings : list of str
+    noise_groups : NoiseGroups
+        Of `particles`, which carry them.
+    further_start_maps : tuple of (n, n, n) float32
+        Of the second class and those after it.
     listed_rotations : (a, 3, 3) float64 or None
         Of --angle-list, each once.
     """
@@ -74,6 +80,8 @@ class Job:
     k_limit: float
     start_map: NDArray[np.float32] | None = field(repr=False)
     warnings: list[str]
+    noise_groups: NoiseGroups
+    further_start_maps: tuple[NDArray[np.float32], ...] = field(default=(), repr=False)
     listed_rotations: NDArray[np.float64] | None = field(default=None, repr=False)
 
     @property
@@ -119,12 +127,13 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         particles = read_particles(
             Path(settings.particles),
             pixel_size_angst=settings.pixel_size_angst,
+            root=settings.root,
             premultiplied=premultiplied,
             particle_names=settings.particle_names,
             wedge_list=settings.wedge_list,
         )
-    if particles.stacks is not None:
-        raise ListError(f"{settings.particles}: a list of stacks of 2-D images is read but not aligned yet; expected a volume for each particle")
+        if particles.stacks is not None:
+            particles = with_tilt_images(particles)
     if particles.volume_axes is not None:
         warnings.append("the volumes are taken to stand as rlnTomoSubtomogramRot/Tilt/Psi turn them, as relion_tomo_subtomo cuts them")
     particles = particles.in_volumes()
@@ -137,6 +146,10 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
             warnings.append(f"--subset {settings.subset}: the half-sets have {sizes[0]} and {sizes[1]} particles; smaller ones are taken whole")
         rows = np.sort(np.concatenate([np.flatnonzero(half == h)[: settings.subset] for h in (1, 2)]))
         particles = particles.take(rows)
+    classical = isinstance(settings, AverageSettings) and settings.weighting == "ctf"
+    groups = find_noise_groups(particles, "none" if classical else settings.noise_groups)
+    if len(groups.names) > 1:
+        particles = replace(particles, noise_groups=groups.index)
     box = particles.box_size
     try:
         binned = binned_box_size(box, settings.binning)
@@ -161,7 +174,8 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     size_angst = binned * grid.binned_pixel_size_angst
     k_limit = float(max_band(binned))
     k_min = 0.0
-    reference = listed = None
+    references: list[NDArray[np.float32]] = []
+    listed = None
     if isinstance(settings, AlignSettings):
         if settings.lowpass_angst is not None:
             k_limit = min(k_limit, size_angst / settings.lowpass_angst)
@@ -174,14 +188,42 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
                 f"{named}: nothing is left to align between {size_angst / max(k_min, 1.0):.3g} A and {size_angst / k_limit:.3g} A"
                 f" in a box of {size_angst:.4g} A; expected a wider band"
             )
-        if settings.score == "flcf" and settings.mask is not None:
-            raise SettingsError("--score flcf with a --mask file is not supported yet; expected --score ml or ncc, or a spherical mask")
-        if settings.reference is not None and not resume:
-            reference = _start_map(grid, settings.reference, settings.initial_lowpass_angst, particles.pixel_size_source)
+        if not resume:
+            for path in settings.references:
+                start_map = _start_map(grid, path, settings.initial_lowpass_angst, particles.pixel_size_source)
+                references.append(mirrored(start_map) if settings.mirror else start_map)
         if settings.angle_list is not None:
             listed = distinct_rotations(read_angle_list(settings.angle_list))
+        warnings += _classes_of_list(particles, settings)
     _check_weights(particles, reader, k_min, k_limit)
-    return Job(settings, particles, reader, particle_mask, mask, mask_name, diameter, source, k_min, k_limit, reference, warnings, listed)
+    first, further = (references[0], tuple(references[1:])) if references else (None, ())
+    masks = particle_mask, mask, mask_name, diameter, source
+    return Job(settings, particles, reader, *masks, k_min, k_limit, first, warnings, groups, further, listed)
+
+
+def start_classes(particles: ParticleSet, count: int) -> NDArray[np.int64] | None:
+    """Classes, from 0, that the list gives its particles, where each of `count` has two in either half-set."""
+    if particles.classes is None:
+        return None
+    places = [particles.classes[particles.half == half] for half in (1, 2)]
+    if particles.classes.max() > count or any((np.bincount(place, minlength=count + 1)[1 : count + 1] < 2).any() for place in places):
+        return None
+    return particles.classes.astype(np.int64) - 1 if particles.classes.min() > 0 else None
+
+
+def _classes_of_list(particles: ParticleSet, settings: AlignSettings) -> list[str]:
+    """A line where the list's own classes are (not) used."""
+    if settings.classes == 1 or particles.classes is None or len(np.unique(particles.classes)) < 2:
+        return []
+    if settings.further_references:
+        return ["the list's rlnClassNumber is not used: each class has a start map; it is replaced in the result"]
+    if start_classes(particles, settings.classes) is None:
+        found = ", ".join(f"{number} ({int((particles.classes == number).sum())})" for number in np.unique(particles.classes)[:10])
+        return [
+            f"the list's rlnClassNumber is not used: expected 1 to {settings.classes} with two particles of each in either half-set, found {found};"
+            " classes are drawn at random"
+        ]
+    return ["classes start from the list's rlnClassNumber, not at random"]
 
 
 @contextmanager
@@ -203,7 +245,7 @@ def _check_weights(particles: ParticleSet, reader: ParticleReader, k_min: float,
     band = (shells >= max(1.0, k_min)) & (shells <= k_limit)
     for weight in list(dict.fromkeys(particles.weight_paths))[:_CHECKED_WEIGHTS]:
         if not reader.read_weight(weight)[band].any():
-            name = weight if isinstance(weight, Path) else f"tilts {_tilts(weight)} of the list" if weight else "--tilt-range"
+            name = f"tilts {_tilts(weight)} of the list" if isinstance(weight, tuple) else str(weight or "--tilt-range")
             raise VolumeError(f"{name}: a wedge that leaves nothing in the band; expected weights other than 0 there")
 
 
@@ -229,6 +271,8 @@ def _masks(settings: AlignSettings | AverageSettings, grid: Grid) -> tuple[NDArr
     if settings.mask is not None:
         volume = read_volume(Path(settings.mask))
         mask = check_mask(volume.data, grid.box_size, settings.mask)
+        if getattr(settings, "mirror", False):
+            mask = mirrored(mask)
         mask = np.clip(fourier_crop(mask, n), 0.0, 1.0)
         zyx = np.indices(mask.shape) - n // 2
         radius = float(np.sqrt((zyx**2).sum(0))[mask > 0.5].max(initial=1.0))
@@ -336,6 +380,7 @@ def make_chunks(
                 np.asarray(particles.poses.shifts_angst[part], np.float64),
                 np.asarray(anchors.shifts_angst[part], np.float64),
                 np.asarray(anchors.rotations[part], np.float64),
+                None if particles.noise_groups is None else particles.noise_groups[part],
             )
         )
     return chunks

@@ -16,7 +16,8 @@ from .fourier import centred_irfftn, centred_rfftn
 from .io import read_volume
 from .io.mrc import read_plain_mrc
 from .masks import outside_sphere
-from .values import TiltRange, Weight
+from .tilt_images import stack_weights, volume_from_stack
+from .values import TiltGeometry, TiltRange, Weight
 from .wedge import read_weight_volume, union_weights
 
 
@@ -50,14 +51,20 @@ class ParticleReader:
         """What is done to a particle as read."""
         return Normalisation(self.normalise_mask.radius_voxels * self.grid.box_size / self.grid.binned_box_size, self.normalise, self.invert_contrast)
 
-    def read_raw(self, name: str, path: Path, out: NDArray[np.float32]) -> None:
-        """One particle as its file has it, into an array (n, n, n) of the unbinned box.
+    def read_raw(self, name: str, path: Path, out: NDArray[np.float32], source: Weight | None = None) -> None:
+        """One particle as its file has it, or as its tilt images make it, into an array (n, n, n) of the unbinned box.
 
         Raises
         ------
         BadParticleError
             Unreadable, or of another box.
         """
+        if isinstance(source, TiltGeometry):
+            try:
+                out[...] = volume_from_stack(path, source, out.shape[0])
+            except (InputError, OSError) as problem:
+                raise BadParticleError(name, str(problem)) from None
+            return
         if read_plain_mrc(path, out):
             return
         try:
@@ -68,7 +75,7 @@ class ParticleReader:
             raise BadParticleError(name, f"its box is {data.shape[0]}, expected {out.shape[0]}")
         out[...] = data
 
-    def read_volume(self, name: str, path: Path) -> NDArray[np.float32]:
+    def read_volume(self, name: str, path: Path, source: Weight | None = None) -> NDArray[np.float32]:
         """One particle on the worked grid, normalised.
 
         Raises
@@ -78,7 +85,7 @@ class ParticleReader:
         """
         n = self.grid.box_size
         data = np.empty((n, n, n), np.float32)
-        self.read_raw(name, path, data)
+        self.read_raw(name, path, data, source)
         # a rough level first: the sums that follow are then of small numbers, whatever the grey values of a tomogram
         weight, count = outside_sphere(n, self.normalisation.radius_voxels)
         flat = data.reshape(-1)
@@ -110,18 +117,18 @@ class ParticleReader:
         prefix = f"{self.normalise}{self.invert_contrast}{self.tilt_range}{self.flip_tilts}{self.normalise_mask}"
 
         def read(index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-            volume = self.read_volume(names[index], volume_paths[index])
+            volume = self.read_volume(names[index], volume_paths[index], weight_paths[index])
             try:
                 return volume, self.read_weight(weight_paths[index])
             except InputError as problem:
                 raise BadParticleError(names[index], str(problem)) from None
 
         def read_raw(index: int, out: NDArray[np.float32]) -> NDArray[np.float32]:
-            self.read_raw(names[index], volume_paths[index], out)
+            self.read_raw(names[index], volume_paths[index], out, weight_paths[index])
             try:
                 return self.read_weight(weight_paths[index])
             except InputError as problem:
-                self.read_volume(names[index], volume_paths[index])  # when both are bad, the volume is named
+                self.read_volume(names[index], volume_paths[index], weight_paths[index])  # when both are bad, the volume is named
                 raise BadParticleError(names[index], str(problem)) from None
 
         keys = tuple(f"{prefix}|{volume}|{weight}" for volume, weight in zip(volume_paths, weight_paths, strict=True))
@@ -134,7 +141,9 @@ class ParticleReader:
 def _weight(source: Weight | None, tilt_range: TiltRange | None, box_size: int, binned_box_size: int) -> NDArray[np.float32]:
     if source is None and tilt_range is not None:
         source = (tilt_range,)
-    if isinstance(source, Path):
+    if isinstance(source, TiltGeometry):
+        weight = stack_weights(source, box_size)
+    elif isinstance(source, Path):
         weight = read_weight_volume(source, box_size)
     elif source is not None:
         weight = union_weights(box_size, source)

@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .alignment import ChunkResult, SearchPlan
+from .alignment import ChunkResult, ClassesResult, SearchPlan
 from .averaging import merge, symmetrise_sums
 from .backends.protocols import WeightedSum
 from .errors import GlocalError, plural
 from .execution.executors import gather_in_order
-from .execution.tasks import AlignTask, ReferenceFile, SumResult, SumTask, run_task
+from .execution.tasks import AlignTask, Chunk, ClassesTask, ReferenceFile, SumResult, SumTask, run_task, write_reference
 from .job import Job, largest_chunk, make_chunks
-from .noise import NoiseModel, ResidualPower, fit_noise
-from .results import RunFolder, RunState
+from .noise import GroupResiduals, NoiseModel, NoiseModels, add_residuals, fit_gains, fit_noise_groups, noise_facts
+from .results import ClassState, RunFolder, RunState
 from .schedule import prior_widths
 from .settings import AlignSettings
 from .symmetry import grid_factors
@@ -36,6 +36,10 @@ NO_OTHER_MODE = 1000.0
 # A partial sum is as large as a padded map: few, large chunks. A GPU adds so fast that handing over the sum is what costs.
 _SUM_PARTS, _SUM_CHUNK = 4, 512
 _GPU_SUM_PARTS, _GPU_SUM_CHUNK, _GPU_SUM_BYTES = 1, (64, 1024), 4 << 30
+
+
+Gains = dict[int, tuple[float, ...]]
+"""Scales of the groups' signals, by half."""
 
 
 class Advance(Protocol):
@@ -77,6 +81,7 @@ class Passes:
         )
         self.anchors = job.particles.poses
         self.bad: dict[int, str] = {}
+        self._mask_file: ReferenceFile | None = None
 
     def results(self, title: str, tasks: list[Any]) -> Iterable[tuple[Any, Any]]:
         """Pairs of task and result, in task order."""
@@ -114,52 +119,104 @@ class Passes:
         title: str,
         state: RunState,
         references: dict[int, ReferenceFile],
-        noise: dict[int, NoiseModel],
+        noise: dict[int, NoiseModels],
         k_max: float,
         plan: SearchPlan | None,
         refine: bool,
     ) -> Aligned:
         """One pass of align tasks over both halves."""
-        settings = self.job.settings
-        assert isinstance(settings, AlignSettings)
         particles = self.job.particles.with_poses(state.poses)
         tasks = [
-            AlignTask(
-                chunk,
-                self.job.reader,
-                references[half],
-                self.job.particle_mask,
-                noise[half],
-                settings.score,
-                self.job.k_min,
-                k_max,
-                math.inf if settings.max_shift_angst is None else settings.max_shift_angst,
-                plan,
-                self.job.radius_voxels,
-                refine,
-                prior_widths(settings),
-            )
+            self._align_task(chunk, references[half], noise[half], k_max, plan, refine)
             for half in HALVES
             for chunk in make_chunks(particles, self.anchors, half, largest=self.largest_chunk)
         ]
-        aligned = Aligned(state, self.job.grid.binned_box_size // 2 + 1)
+        aligned = Aligned(state)
         for task, result in self.results(title, tasks):
             aligned.take(task, result)
         return aligned
+
+    def classes(
+        self,
+        title: str,
+        classes: ClassState,
+        references: list[dict[int, ReferenceFile]],
+        noise: dict[int, NoiseModels],
+        k_max: float,
+        plan: SearchPlan | None,
+        refine: bool,
+        handicap: NDArray[np.float64] | None = None,
+        halves: tuple[int, ...] = HALVES,
+    ) -> ClassesAligned:
+        """One pass of every particle (of the halves given) over the classes of its half; without `refine` over its own class only, for residuals.
+
+        `handicap` (c, n) is taken off the log-likelihoods before they are compared, 0 by default.
+        """
+        given = np.maximum(classes.numbers - 1, 0)
+        handicap = np.zeros(classes.shares.shape) if handicap is None else handicap
+        tasks = []
+        for half in halves:
+            files = tuple(of_class[half] for of_class in references)
+            for chunk in make_chunks(self.job.particles, self.anchors, half, largest=self.largest_chunk):
+                common, rows = self._align_task(chunk, files[0], noise[half], k_max, plan, refine), chunk.rows
+                tasks.append(ClassesTask(common, files, classes.rotations[:, rows], classes.shifts_angst[:, rows], given[rows], handicap[:, rows]))
+        aligned = ClassesAligned(classes, self.job.grid.binned_box_size // 2 + 1)
+        for task, result in self.results(title, tasks):
+            aligned.take(task, result)
+        return aligned
+
+    def _align_task(
+        self, chunk: Chunk, reference: ReferenceFile, noise: NoiseModels, k_max: float, plan: SearchPlan | None, refine: bool
+    ) -> AlignTask:
+        """What a chunk is compared with, and how, by the run's settings."""
+        settings = self.job.settings
+        assert isinstance(settings, AlignSettings)
+        return AlignTask(
+            chunk,
+            self.job.reader,
+            reference,
+            self.job.particle_mask,
+            noise,
+            settings.score,
+            self.job.k_min,
+            k_max,
+            math.inf if settings.max_shift_angst is None else settings.max_shift_angst,
+            plan,
+            self.job.radius_voxels,
+            refine,
+            prior_widths(settings),
+            self._local_mask(),
+        )
+
+    def _local_mask(self) -> ReferenceFile | None:
+        """A mask file's mask, where workers need it: flcf's local deviation is taken under it."""
+        settings = self.job.settings
+        if not isinstance(settings, AlignSettings) or settings.score != "flcf" or settings.mask is None:
+            return None
+        if self._mask_file is None:
+            self._mask_file = write_reference(self.folder.iteration_folder(0) / "mask.npy", self.job.mask)
+        return self._mask_file
 
     def sums(
         self,
         title: str,
         poses: Poses,
-        noise: dict[int, NoiseModel],
+        noise: dict[int, NoiseModels],
         symmetry: str | None = None,
+        shares: NDArray[np.float64] | None = None,
         included: NDArray[np.bool_] | None = None,
     ) -> dict[int, WeightedSum]:
-        """Sums of both halves at given poses, each half by itself with the run's symmetry (or the one given); of all or those `included`."""
+        """Sums of both halves at given poses, each half by itself with the run's symmetry (or the one given); of all or those `included`.
+
+        With shares (n,) a particle counts as much as that; those with nothing are not looked at.
+        """
         particles = self.job.particles.with_poses(poses)
         turns, grid_turns = grid_factors(symmetry or self.job.settings.symmetry)
+        if shares is not None:
+            included = shares > 0 if included is None else included & (shares > 0)
+        partial = shares if shares is not None and np.any(shares[shares > 0] != 1.0) else None
         tasks = [
-            SumTask(chunk, self.job.reader, noise[half], turns if len(turns) > 1 else None)
+            SumTask(chunk, self.job.reader, noise[half], turns if len(turns) > 1 else None, None if partial is None else partial[chunk.rows])
             for half in HALVES
             for chunk in make_chunks(particles, self.anchors, half, self._sum_parts, self._sum_chunk, included)
         ]
@@ -173,23 +230,89 @@ class Passes:
                 raise GlocalError(f"half-set {half} has {total.n_particles} usable particles; expected at least 2")
         return {half: symmetrise_sums(total, grid_turns) for half, total in totals.items()}
 
-    def flat_noise(self) -> dict[int, NoiseModel]:
+    def flat_noise(self, gains: Gains | None = None) -> dict[int, NoiseModels]:
         """White noise of power 1, where nothing is known yet."""
-        return {half: NoiseModel(np.ones(self.job.grid.binned_box_size // 2 + 1)) for half in HALVES}
+        flat = np.ones(self.job.grid.binned_box_size // 2 + 1)
+        return {half: tuple(NoiseModel(flat, gain=gain) for gain in self._gains(gains)[half]) for half in HALVES}
 
-    def fit_noise(self, residuals: dict[int, ResidualPower], k_max: float) -> dict[int, NoiseModel]:
-        """Noise of each half from its own residuals."""
+    def fit_noise(self, residuals: dict[int, GroupResiduals], k_max: float, gains: Gains | None = None) -> dict[int, NoiseModels]:
+        """Noise of each half and group from its own residuals; `gains` of the groups go into it, 1 by default."""
         for half in HALVES:
-            if not residuals[half].count.any():
+            if not any(power.count.any() for power in residuals[half].values()):
                 unusable = plural(len(self.bad), "particle")
                 raise GlocalError(f"half-set {half} has no usable particles; expected at least 2 ({unusable} of the list cannot be used)")
-        return {half: fit_noise(residuals[half], min(3, int(k_max)), int(k_max)) for half in HALVES}
+        known = self._gains(gains)
+        return {half: fit_noise_groups(residuals[half], known[half], min(3, int(k_max)), int(k_max)) for half in HALVES}
+
+    def noise_facts(self, noise: dict[int, NoiseModels], k_max: float) -> dict[str, list[list[float]]]:
+        """`noise.noise_facts` of each half, by its number as text: as JSON keeps it."""
+        return {str(half): noise_facts(noise[half], min(3, int(k_max)), int(k_max)) for half in HALVES}
+
+    def fit_gains(self, aligned: Aligned | ClassesAligned, noise: dict[int, NoiseModels]) -> Gains:
+        """Scales of the groups' signals in each half, from the sums at refined poses under `noise`."""
+        groups = self.job.particles.noise_groups
+        if groups is None:
+            return self._gains(None)
+        gains = {}
+        for half in HALVES:
+            rows = np.flatnonzero(self.job.particles.half == half)
+            gains[half] = fit_gains(aligned.numerator[rows], aligned.denominator[rows], groups[rows], [model.gain for model in noise[half]])
+        return gains
+
+    def _gains(self, gains: Gains | None) -> Gains:
+        count = len(self.job.noise_groups.names)
+        if gains and all(len(gains[half]) == count for half in HALVES):
+            return gains
+        return {half: (1.0,) * count for half in HALVES}
+
+
+class ClassesAligned:
+    """Results of one pass over the classes, put back in the list's order.
+
+    Attributes
+    ----------
+    classes : ClassState
+        With the new poses; shares and margins as before.
+    scores, log_likelihood : (c, n) float64
+        -inf where there is none.
+    angle_sigma_deg, shift_sigma_angst : (c, n) float64
+    best : (n,) int64
+        Class of each particle, from 0.
+    residuals : dict of half to GroupResiduals
+    numerator, denominator : (n,) float64
+        num and den2 against its class.
+    held_weight, held_power : (n, shells) float64
+        See `noise.held_in_average`.
+    """
+
+    def __init__(self, classes: ClassState, n_shells: int) -> None:
+        shape = classes.shares.shape
+        self.classes = replace(classes, rotations=classes.rotations.copy(), shifts_angst=classes.shifts_angst.copy())
+        self.scores, self.log_likelihood = np.full(shape, -np.inf), np.full(shape, -np.inf)
+        self.angle_sigma_deg, self.shift_sigma_angst = np.full(shape, np.nan), np.full(shape, np.nan)
+        self.best = np.zeros(shape[1], np.int64)
+        self.held_weight, self.held_power = np.zeros((shape[1], n_shells)), np.zeros((shape[1], n_shells))
+        self.residuals: dict[int, GroupResiduals] = {half: {} for half in HALVES}
+        self.numerator, self.denominator = np.zeros(shape[1]), np.zeros(shape[1])
+
+    def take(self, task: ClassesTask, result: ClassesResult) -> None:
+        """Adds one chunk's result."""
+        rows = task.chunk.rows
+        self.classes.rotations[:, rows], self.classes.shifts_angst[:, rows] = result.rotations, result.shifts_angst
+        self.scores[:, rows], self.log_likelihood[:, rows] = result.scores, result.log_likelihood
+        variance = np.maximum(result.variances, 0.0)
+        self.angle_sigma_deg[:, rows] = np.rad2deg(np.sqrt(variance[..., :3].mean(2)))
+        self.shift_sigma_angst[:, rows] = np.sqrt(variance[..., 3:].mean(2))
+        self.best[rows] = result.best
+        self.held_weight[rows], self.held_power[rows] = result.held_weight, result.held_power
+        self.numerator[rows], self.denominator[rows] = result.numerator, result.denominator
+        add_residuals(self.residuals[task.chunk.half], result.residuals)
 
 
 class Aligned:
     """Results of one pass over both halves, put back in the list's order."""
 
-    def __init__(self, state: RunState, n_shells: int) -> None:
+    def __init__(self, state: RunState) -> None:
         self.state = replace(
             state,
             poses=Poses(state.poses.rotations.copy(), state.poses.shifts_angst.copy()),
@@ -199,16 +322,18 @@ class Aligned:
             log_likelihood=state.log_likelihood.copy(),
             margin=np.full(len(state.scores), np.nan) if state.margin is None else state.margin.copy(),
         )
-        self.residuals = {half: ResidualPower.empty(n_shells) for half in HALVES}
+        self.residuals: dict[int, GroupResiduals] = {half: {} for half in HALVES}
+        self.numerator, self.denominator = np.zeros(len(state.scores)), np.zeros(len(state.scores))
 
     def take(self, task: AlignTask, result: ChunkResult) -> None:
         """Adds one chunk's result."""
         rows, state = task.chunk.rows, self.state
         state.poses.rotations[rows] = result.rotations
         state.poses.shifts_angst[rows] = result.shifts_angst
-        self.residuals[task.chunk.half] = self.residuals[task.chunk.half] + result.residuals
+        add_residuals(self.residuals[task.chunk.half], result.residuals)
         if result.estimates is not None:
             estimates = result.estimates
+            self.numerator[rows], self.denominator[rows] = estimates.numerator, estimates.denominator
             unusable = ~np.isfinite(estimates.scores)
             state.scores[rows] = np.where(unusable, np.nan, estimates.scores)
             state.log_likelihood[rows] = np.where(unusable, np.nan, estimates.log_likelihood)

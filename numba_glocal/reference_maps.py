@@ -68,25 +68,34 @@ class ReferenceMaps:
         """A little beyond the resolution reached, never back: what lies beyond it is weighted down by the filter."""
         return min(self.job.k_limit, ceiling, max(k_max, float(self.crossing(fsc).shell + 3)))
 
-    def write_references(self, folder: Path, sums: dict[int, WeightedSum], fsc: FSCCurve, writer: FileWriter) -> None:
-        """References of the next iteration: posterior means with the signal-to-noise ratio of the corrected FSC, each from its own half."""
+    def signal_share(self, fsc: FSCCurve) -> NDArray[np.float64]:
+        """Share of signal in a half-map's shells, which its posterior mean keeps: the corrected FSC up to the resolution, then next to nothing."""
         crossing = self.crossing(fsc)
         value = np.clip(fsc.corrected, 1e-3, 0.999)
         value[crossing.shell + 1 if crossing.crossed else len(value) :] = 1e-3
         value[0] = value[1]
-        ratio = value / (1.0 - value)
+        return np.asarray(value, np.float64)
 
-        def write(path: Path, data: NDArray[np.float32]) -> None:
-            self._written[path] = write_reference(path, data)
-
-        self._written.clear()
+    def write_references(self, folder: Path, sums: dict[int, WeightedSum], fsc: FSCCurve, writer: FileWriter) -> None:
+        """References of the next iteration: posterior means with the signal-to-noise ratio of the corrected FSC, each from its own half."""
+        value = self.signal_share(fsc)
         for half in HALVES:
-            writer.write(write, folder / f"reference{half}.npy", self.masked(reconstruct(sums[half], self.job.grid.binned_box_size, ratio)))
+            volume = self.masked(reconstruct(sums[half], self.job.grid.binned_box_size, value / (1.0 - value)))
+            self.write_reference(folder / f"reference{half}.npy", volume, writer)
 
-    def references(self, iteration: int) -> dict[int, ReferenceFile]:
+    def write_reference(self, path: Path, volume: NDArray[np.float32], writer: FileWriter) -> None:
+        """Writes one, beside the computing, and remembers it."""
+        self._written.pop(path, None)
+
+        def write() -> None:
+            self._written[path] = write_reference(path, volume)
+
+        writer.write(write)
+
+    def references(self, iteration: int, prefix: str = "") -> dict[int, ReferenceFile]:
         """Reference files that an iteration left."""
         folder = self.folder.iteration_folder(iteration)
-        files = {half: folder / f"reference{half}.npy" for half in HALVES}
+        files = {half: folder / f"{prefix}reference{half}.npy" for half in HALVES}
         if all(path in self._written for path in files.values()):
             return {half: self._written[path] for half, path in files.items()}
         try:

@@ -9,13 +9,13 @@ import logging
 import math
 import time
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .averaging import move_frame, relative_motion
-from .backends.protocols import WeightedSum
+from .classification import Classification, class_doubts
+from .common_frame import CommonFrame
 from .errors import SettingsError, plural
 from .execution.pinning import usable_cores
 from .execution.tasks import AlignTask
@@ -23,52 +23,25 @@ from .file_writer import FileWriter
 from .fourier import use_threads
 from .io import read_volume, write_volume
 from .job import Job, make_chunks
-from .noise import NoiseModel, ResidualPower
-from .passes import HALVES, Passes, Stage
+from .noise import NoiseModel, NoiseModels, noise_line
+from .passes import HALVES, Aligned, Passes, Stage
+from .pose_prior import PriorWidths
 from .reference_maps import ReferenceMaps
 from .resolution import Crossing
-from .results import RunFolder, RunState, finite_or_none
-from .schedule import adapt, best_of_each_half, first_increment_deg, has_converged, has_settled, last_iteration, search_plan, within_limits
+from .results import RunFolder, RunResult, RunState, finite_or_none
+from .schedule import adapt, best_of_each_half, first_increment_deg, has_converged, has_settled, last_iteration, search_plan
 from .settings import AlignSettings, AverageSettings
 from .start import NOTHING, Start, symmetry_doubts
-from .symmetry import angle_modulo_deg, free_motion
-from .values import FSCCurve, Poses, Volume
+from .symmetry import angle_modulo_deg
+from .values import FSCCurve, Volume
 
 _log = logging.getLogger("numba_glocal")
 
-_FRAME_BAND = 12.0
 _REFITS = 2
-_SMALL_MOTION_VOXELS = 0.02
 _CLEAR_ODDS = math.log(100.0)
 """A particle whose second mode is nearer than this in log-likelihood is counted as ambiguous: odds below 100 to 1."""
 _MASK_SPREAD = 1.25
 """Runs on noise agree up to this many box / diameter shells beyond the start map's (measured: 1.07): the mask carries them there."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """What a run reached.
-
-    Attributes
-    ----------
-    fsc : FSCCurve
-    crossing : Crossing
-        Of the corrected curve at the run's criterion.
-    bad : dict of row to reason
-    half_counts : (int, int)
-        Particles in each average.
-    warnings : tuple of str
-        Why the result may not be what it seems, one line each.
-    symmetry_agreement : (float, float) or None
-        How well the start (or the average) has the symmetry before it is imposed; see `symmetry.symmetry_agreement`. None for C1.
-    """
-
-    fsc: FSCCurve
-    crossing: Crossing
-    bad: dict[int, str]
-    half_counts: tuple[int, int]
-    warnings: tuple[str, ...] = ()
-    symmetry_agreement: tuple[float, float] | None = None
 
 
 class Refinement:
@@ -88,6 +61,8 @@ class Refinement:
     def __init__(self, job: Job, executor: Executor, folder: RunFolder, stage: Stage, chunk_limit: int | None = None) -> None:
         self.job, self.folder = job, folder
         self.passes, self.maps = Passes(job, executor, folder, stage, chunk_limit), ReferenceMaps(job, folder)
+        self.frame = CommonFrame(self.passes, self.maps)
+        self.classes = Classification(self.passes, self.maps, self.frame)
         self._symmetry = job.settings.symmetry
         use_threads(usable_cores())  # maps are worked on while the workers wait
 
@@ -107,12 +82,15 @@ class Refinement:
             _log.info("resuming after iteration %d", state.iteration)
         result = None
         while state.iteration < last_iteration(state, settings):
-            state, result = self._iterate(state)
+            if settings.classes > 1 and state.classes is None and state.iteration > 0:
+                state = self.classes.begin(state)
+            state, result = self._iterate(state) if state.classes is None else self.classes.iterate(state)
         if settings.until_converged:
             _log.info("%s after iteration %d", "converged" if has_converged(state.history) else "not converged", state.iteration)
         result = self._stored_result(state) if result is None else result
-        doubts = [*self._doubts(result.crossing), *symmetry_doubts(settings, state.symmetry_agreement)]
-        return replace(result, warnings=tuple(doubts), symmetry_agreement=state.symmetry_agreement)
+        doubts = [*self._doubts(result.crossing), *symmetry_doubts(settings, state.symmetry_agreement), *class_doubts(result.classes)]
+        noise = state.history[-1].get("noise") if state.history else None
+        return replace(result, warnings=tuple(doubts), symmetry_agreement=state.symmetry_agreement, noise=noise)
 
     def _iterate(self, state: RunState) -> tuple[RunState, RunResult]:
         settings = self.job.settings
@@ -125,15 +103,15 @@ class Refinement:
         # noise at the poses as they are, then search, then noise at the poses found and, in the first iterations, once more
         plan = search_plan(self.job, state)
         looked_with = {half: replace(file, scale=NOTHING) for half, file in references.items()} if plan.everywhere else references
-        looked = self.passes.align(f"{name}: noise", state, looked_with, self.passes.flat_noise(), state.k_max, None, False)
-        noise = self.passes.fit_noise(looked.residuals, state.k_max)
+        looked = self.passes.align(f"{name}: noise", state, looked_with, self.passes.flat_noise(state.gains), state.k_max, None, False)
+        noise = self.passes.fit_noise(looked.residuals, state.k_max, state.gains)
         aligned = self.passes.align(f"{name}: align", state, references, noise, state.k_max, plan, True)
-        noise = self.passes.fit_noise(aligned.residuals, state.k_max)
+        noise = self.passes.fit_noise(aligned.residuals, state.k_max, self.passes.fit_gains(aligned, noise))
         if number <= _REFITS:
             aligned = self.passes.align(f"{name}: refine", aligned.state, references, noise, state.k_max, None, True)
-            noise = self.passes.fit_noise(aligned.residuals, state.k_max)
+            noise = self.passes.fit_noise(aligned.residuals, state.k_max, self.passes.fit_gains(aligned, noise))
         included = best_of_each_half(aligned.state.scores, self.job.particles.half, settings.keep_best_percent)
-        poses, sums, apart = self._one_frame(name, aligned.state.poses, noise, included)
+        poses, sums, apart = self.frame.averages(name, aligned.state.poses, noise, included=included)
         half_maps = self.maps.half_maps(sums)
         fsc = self.maps.fsc(half_maps)
         crossing = self.maps.crossing(fsc)
@@ -151,7 +129,8 @@ class Refinement:
             self.maps.write_references(folder, sums, fsc, writer)
             average = Volume(self.maps.average(sums), fsc.pixel_size_angst)
             writer.write(write_volume, folder / "average.mrc", average)  # of each iteration: any may become the last
-        record = {
+        noise_now = self.passes.noise_facts(noise, state.k_max)
+        record: dict[str, Any] = {
             "number": number,
             "resolution_angst": finite_or_none(crossing.resolution_angst),
             "increment_deg": first_increment_deg(self.job, plan),
@@ -161,6 +140,7 @@ class Refinement:
             "seconds": time.perf_counter() - begun,
             "angle_sigma_deg": float(np.median(aligned.state.angle_sigma_deg[good])),
             "shift_sigma_angst": float(np.median(aligned.state.shift_sigma_angst[good])),
+            "noise": noise_now,
             "ambiguous": int(np.sum(margin < _CLEAR_ODDS)),
             "left_out": None if included is None else int(np.sum(good & ~included)),
         }
@@ -173,6 +153,7 @@ class Refinement:
             history=[*state.history, record],
             bad=dict(self.passes.bad),
             scale=state.scale,
+            gains={half: tuple(model.gain for model in noise[half]) for half in HALVES},
             included=included,
         )
         if settings.adaptive:
@@ -182,20 +163,19 @@ class Refinement:
         self.folder.event(
             "iteration",
             **record,
-            noise={h: (noise[h].gamma, noise[h].epsilon) for h in HALVES},
             halves_apart=apart,
             randomised_from=fsc.randomised_from_shell,
         )
         _log.info(
             "iteration %d: resolution %.1f A, band %.1f A, median change %.2f degrees %.2f A, halves were %.2f degrees %.2f A apart,"
-            " noise exponent %s, %.1f s",
+            " noise: %s, %.1f s",
             number,
             crossing.resolution_angst,
             record["band_angst"],
             record["angle_change_deg"],
             record["shift_change_angst"],
             *apart,
-            "/".join(f"{noise[h].gamma:g}" for h in HALVES),
+            " / ".join(noise_line(facts) for facts in noise_now.values()),
             record["seconds"],
         )
         if included is not None:
@@ -205,34 +185,6 @@ class Refinement:
                 *(number, plural(int(np.sum(good & ~included)), "particle"), settings.keep_best_percent, least),
             )
         return next_state, RunResult(fsc, crossing, dict(self.passes.bad), half_counts)
-
-    def _one_frame(
-        self, name: str, poses: Poses, noise: dict[int, NoiseModel], included: NDArray[np.bool_] | None = None
-    ) -> tuple[Poses, dict[int, WeightedSum], tuple[float, float]]:
-        """Averages in a common frame: each half gives way by half of their relative motion, as far as their symmetry leaves it free."""
-        n, pixel = self.job.grid.binned_box_size, self.job.grid.binned_pixel_size_angst
-        settings = self.job.settings
-        assert isinstance(settings, AlignSettings)
-        sums = self.passes.sums(f"{name}: averages", poses, noise, included=included)
-        if not np.any(free_motion(np.ones(3), np.ones(3), self._symmetry)):
-            return poses, sums, (0.0, 0.0)
-        half_maps = self.maps.half_maps(sums)
-        motion = relative_motion(*half_maps, self.job.mask, min(_FRAME_BAND, self.job.k_limit))
-        rotvec, shift_voxels = free_motion(*motion, self._symmetry)
-        angle_deg, distance = float(np.rad2deg(np.linalg.norm(rotvec))), float(np.linalg.norm(shift_voxels))
-        apart = angle_deg, distance * pixel
-        if angle_deg > 15.0 or distance > 0.15 * n:
-            _log.warning("the halves' relative motion (%.1f degrees, %.1f A) is not believed", *apart)
-            return poses, sums, apart
-        if np.linalg.norm(rotvec) * self.job.radius_voxels + distance < _SMALL_MOTION_VOXELS:
-            return poses, sums, apart
-        rotations, shifts = poses.rotations.copy(), poses.shifts_angst.copy()
-        for half, share in ((1, -0.5), (2, 0.5)):
-            rows = np.flatnonzero(self.job.particles.half == half)
-            moved = move_frame(poses.take(rows), rotvec, shift_voxels * pixel, share)
-            rotations[rows], shifts[rows] = moved.rotations, moved.shifts_angst
-        poses = within_limits(Poses(rotations, shifts), self.passes.anchors, settings)
-        return poses, self.passes.sums(f"{name}: averages, one frame", poses, noise, included=included), apart
 
     def _doubts(self, crossing: Crossing) -> list[str]:
         """A resolution within what the start map brought along: there the halves agree even on noise, for both were turned onto one map."""
@@ -254,6 +206,8 @@ class Refinement:
         """Of a run that was stopped between its last iteration and its end."""
         assert isinstance(self.job.settings, AlignSettings)
         self.folder.check_unfinished(state, last_iteration(state, self.job.settings))
+        if state.classes is not None:
+            return self.classes.stored_result(state)
         folder = self.folder.iteration_folder(state.iteration)
         fsc = self.maps.fsc((read_volume(folder / "half1.mrc").data, read_volume(folder / "half2.mrc").data))
         used = self.job.particles.half if state.included is None else np.where(state.included, self.job.particles.half, 0)
@@ -264,6 +218,9 @@ class Refinement:
         """Writes the results at the top of the folder."""
         state = self.folder.last_state()
         assert state is not None
+        if state.classes is not None:
+            self.classes.finish(state, result)
+            return state
         folder = self.folder.iteration_folder(state.iteration)
         half_maps = read_volume(folder / "half1.mrc").data, read_volume(folder / "half2.mrc").data
         average = read_volume(folder / "average.mrc").data
@@ -284,7 +241,8 @@ def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage, c
     count = len(job.particles)
     noise = passes.flat_noise()
     if settings.weighting == "ctf" and job.particles.premultiplied:  # the classical sums of premultiplied data are X over C
-        noise = {half: NoiseModel(np.ones(n // 2 + 1), 1.0, 1e-4) for half in HALVES}
+        noise = {half: (NoiseModel(np.ones(n // 2 + 1), 1.0, 1e-4),) for half in HALVES}
+    facts = None
     agreement = None if settings.symmetry == "C1" else Start(passes, maps).agreement_of_poses(noise)
     if settings.weighting == "ctf":
         sums = passes.sums("averages", job.particles.poses, noise)
@@ -295,7 +253,9 @@ def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage, c
         iteration.mkdir(parents=True, exist_ok=True)
         with FileWriter() as writer:
             maps.write_references(iteration, sums, fsc, writer)
-        noise = _average_noise(passes, maps, fsc)
+        noise, k_max = _average_noise(passes, maps, fsc)
+        facts = passes.noise_facts(noise, k_max)
+        _log.info("noise: %s", " / ".join(noise_line(of_half) for of_half in facts.values()))
         sums = passes.sums("averages", job.particles.poses, noise)
     half_maps = maps.half_maps(sums)
     fsc = maps.fsc(half_maps)
@@ -305,21 +265,32 @@ def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage, c
     half_counts = sums[1].n_particles, sums[2].n_particles
     folder.write_final(job.particles, state, half_maps, maps.average(sums), fsc, job.mask, settings.fsc_criterion)
     doubts = tuple(symmetry_doubts(settings, agreement))
-    return RunResult(fsc, maps.crossing(fsc), dict(passes.bad), half_counts, doubts, agreement)
+    return RunResult(fsc, maps.crossing(fsc), dict(passes.bad), half_counts, doubts, agreement, facts)
 
 
-def _average_noise(passes: Passes, maps: ReferenceMaps, fsc: FSCCurve) -> dict[int, NoiseModel]:
-    """Noise of each half at the poses as they are, against its own average."""
+def _average_noise(passes: Passes, maps: ReferenceMaps, fsc: FSCCurve) -> tuple[dict[int, NoiseModels], float]:
+    """Noise of each half at the poses as they are, against its own average; and the band that chose its form.
+
+    Of several groups the gains are found first, and the noise is fitted again with them.
+    """
     job = passes.job
     references = maps.references(0)
     k_max = min(job.k_limit, float(max(3, maps.crossing(fsc).shell + 1)))
-    residuals = {half: ResidualPower.empty(job.grid.binned_box_size // 2 + 1) for half in HALVES}
-    flat = passes.flat_noise()
-    tasks = [
-        AlignTask(chunk, job.reader, references[half], job.particle_mask, flat[half], "ml", 0.0, k_max, math.inf, None, job.radius_voxels, False)
-        for half in HALVES
-        for chunk in make_chunks(job.particles, job.particles.poses, half, largest=passes.largest_chunk)
-    ]
-    for task, result in passes.results("noise", tasks):
-        residuals[task.chunk.half] = residuals[task.chunk.half] + result.residuals
-    return passes.fit_noise(residuals, k_max)
+    several = len(job.noise_groups.names) > 1
+    nothing = np.full(len(job.particles), np.nan)
+    state = RunState(0, job.particles.poses, 0.0, 0.0, 0.0, nothing, nothing, nothing, nothing, {}, [])
+    noise = passes.flat_noise()
+    for _ in range(2 if several else 1):
+        tasks = [
+            AlignTask(
+                *(chunk, job.reader, references[half], job.particle_mask, noise[half], "ml", 0.0, k_max, math.inf, None),
+                *(job.radius_voxels, several, PriorWidths(), None, 0),
+            )
+            for half in HALVES
+            for chunk in make_chunks(job.particles, job.particles.poses, half, largest=passes.largest_chunk)
+        ]
+        aligned = Aligned(state)
+        for task, result in passes.results("noise", tasks):
+            aligned.take(task, result)
+        noise = passes.fit_noise(aligned.residuals, k_max, passes.fit_gains(aligned, noise) if several else None)
+    return noise, k_max

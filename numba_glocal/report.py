@@ -26,6 +26,8 @@ from .values import FloatArray, FSCCurve, Volume
 
 REPORT_NAME = "report.html"
 _SHOWN_BAD = 50
+_CLASSES_A_ROW = 4
+_SHOWN_GROUPS = 12
 _INK, _BLUE, _SKY, _GREY, _ORANGE = "#1d2733", "#14507a", "#5b9bc8", "#8c99a6", "#d9822b"
 
 
@@ -49,12 +51,18 @@ class IterationSummary:
         Median uncertainty of the poses, along one axis.
     settled : bool
         Poses moved by little of that, and the resolution was no better than before.
+    noise : mapping or None
+        `noise.noise_facts` of each half's groups.
     ambiguous : int or None
         Particles with another mode in what was searched, at odds of more than 1 to 100.
     left_out : int or None
         Particles that were aligned but are not in the averages, by --keep-best.
     seconds : float or None
         Wall time.
+    class_change : float or None
+        Share of the particles that changed their class.
+    classes : sequence of mapping
+        ``number``, ``half_counts``, ``share`` and ``resolution_angst`` of each class; `resolution_angst` is then the best one's.
     """
 
     number: int
@@ -67,8 +75,36 @@ class IterationSummary:
     angle_sigma_deg: float | None = None
     shift_sigma_angst: float | None = None
     settled: bool = False
+    noise: Mapping[str, Any] | None = None
     ambiguous: int | None = None
     left_out: int | None = None
+    class_change: float | None = None
+    classes: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSummary:
+    """One of several classes.
+
+    Attributes
+    ----------
+    number : int
+        From 1 on.
+    half_counts : (int, int)
+        Particles of each half whose class it is.
+    share : float
+        Of all particles.
+    fsc : FSCCurve or None
+        None where it was too small for maps.
+    average : Volume or None
+        To be shown, filtered.
+    """
+
+    number: int
+    half_counts: tuple[int, int]
+    share: float
+    fsc: FSCCurve | None = None
+    average: Volume | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +163,12 @@ class ReportData:
         Point group that was imposed.
     symmetry_agreement : (float, float) or None
         How well the map had it before; see `symmetry.symmetry_agreement`.
+    classes : sequence of ClassSummary
+        Where there are several; `fsc` and the maps are then left out.
+    noise : mapping of half to rows, or None
+        `noise.noise_facts` of its groups.
+    noise_groups : sequence of str
+        Names of the groups.
     files : mapping of str to str
         File name to what it is.
     settings : mapping
@@ -159,6 +201,9 @@ class ReportData:
     resumed: int = 0
     symmetry: str = "C1"
     symmetry_agreement: Sequence[float] | None = None
+    classes: Sequence[ClassSummary] = ()
+    noise: Mapping[str, Sequence[Sequence[float]]] | None = None
+    noise_groups: Sequence[str] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -202,10 +247,14 @@ def render_report(data: ReportData) -> str:
         resolutions=_resolutions(data),
         fsc_note=_fsc_note(data),
         slices_image=_slices(data),
+        classes_image=_png(_classes_figure(data.classes, data.criterion)) if any(c.fsc is not None for c in data.classes) else "",
+        classes_slices=_class_slices(data.classes),
+        class_rows=[_class_row(reached, data.criterion) for reached in data.classes],
         iterations_image=_png(_iterations_figure(data.iterations)) if _has_progress(data.iterations) else "",
         iteration_columns=columns,
         iteration_rows=rows,
         particle_images=_particle_images(data),
+        noise_rows=_noise_rows(data),
         bad_particles=data.bad_particles[:_SHOWN_BAD],
         bad_total=_plural(len(data.bad_particles), "particle was", "particles were"),
         bad_more=max(len(data.bad_particles) - _SHOWN_BAD, 0),
@@ -234,11 +283,22 @@ def summarise(data: ReportData) -> str:
             sentences.append(f"The half-maps do not agree: their FSC is below {data.criterion:g} from the first shell on.")
         else:
             sentences.append(f"The average reaches a resolution of {_angst(crossing.resolution_angst)} (FSC {data.criterion:g}, {curve}).")
+    if data.classes:
+        parts = [
+            f"class {c.number} holds {100 * c.share:.0f} % and "
+            + ("is too small for maps" if c.fsc is None else f"reaches {_angst(_class_crossing(c, data.criterion).resolution_angst)}")
+            for c in data.classes
+        ]
+        sentences.append(f"The particles were sorted into {_plural(len(data.classes), 'class', 'classes')}: {'; '.join(parts)}.")
+        change = data.iterations[-1].class_change if data.iterations else None
+        if change is not None:
+            sentences.append(f"In the last iteration {100 * change:.1f} % of the particles changed their class.")
     if data.particle_count is not None:
         halves = f", {data.half_counts[0]} and {data.half_counts[1]} in the two half-sets" if data.half_counts else ""
         left_out = data.iterations[-1].left_out if data.iterations else None
         more = f"; {_plural(left_out, 'more was', 'more were')} aligned and left out by score" if left_out else ""
-        sentences.append(f"It holds {_plural(data.particle_count, 'particle', 'particles')}{halves}{more}.")
+        holds = "They hold" if data.classes else "It holds"
+        sentences.append(f"{holds} {_plural(data.particle_count, 'particle', 'particles')}{halves}{more}.")
     if data.symmetry != "C1":
         had = ""
         if data.symmetry_agreement is not None:
@@ -267,6 +327,8 @@ def _tiles(data: ReportData) -> list[tuple[str, str]]:
     tiles = []
     if data.fsc is not None:
         tiles.append((_angst(_crossing(data).resolution_angst), f"resolution, FSC {data.criterion:g}"))
+    if data.classes:
+        tiles.append((str(len(data.classes)), "classes"))
     if data.particle_count is not None:
         tiles.append((f"{data.particle_count:,}", "particles"))
     if data.iterations:
@@ -319,7 +381,7 @@ def _fsc_note(data: ReportData) -> str:
 
 def _iteration_table(iterations: Sequence[IterationSummary]) -> tuple[list[str], list[list[str]]]:
     """Only columns that hold something."""
-    formats: list[tuple[str, Callable[[IterationSummary], Any], Callable[[float], str]]] = [
+    formats: list[tuple[str, Callable[[IterationSummary], Any], Callable[[Any], str]]] = [
         ("iteration", lambda i: i.number, str),
         ("resolution", lambda i: i.resolution_angst, _angst),
         ("increment", lambda i: i.increment_deg, lambda v: f"{v:.3g}\u00b0"),
@@ -330,11 +392,43 @@ def _iteration_table(iterations: Sequence[IterationSummary]) -> tuple[list[str],
         ("shift sigma", lambda i: i.shift_sigma_angst, lambda v: f"{v:.2f} \u00c5"),
         ("ambiguous", lambda i: i.ambiguous, str),
         ("left out", lambda i: i.left_out, str),
+        ("changed class", lambda i: i.class_change, lambda v: f"{100 * v:.1f} %"),
+        ("classes", lambda i: i.classes or None, lambda v: " / ".join(f"{100 * c['share']:.0f} %" for c in v)),
         ("time", lambda i: i.seconds, _duration),
     ]
     used = [column for column in formats if any(column[1](i) is not None for i in iterations)]
     rows = [["" if get(i) is None else show(get(i)) for _, get, show in used] for i in iterations]
     return [name for name, _, _ in used], rows
+
+
+def _class_crossing(reached: ClassSummary, criterion: float) -> Crossing:
+    assert reached.fsc is not None
+    return find_crossing(reached.fsc.corrected, reached.fsc.box_size, reached.fsc.pixel_size_angst, criterion)
+
+
+def _class_row(reached: ClassSummary, criterion: float) -> tuple[str, ...]:
+    where = "no maps" if reached.fsc is None else _angst(_class_crossing(reached, criterion).resolution_angst)
+    return str(reached.number), f"{100 * reached.share:.1f} %", *(f"{count:,}" for count in reached.half_counts), where
+
+
+def _noise_rows(data: ReportData) -> list[list[str]]:
+    """Group, and of each half form, level and gain; of many groups the ranges alone."""
+    if not data.noise or len(data.noise_groups) < 2:
+        return []
+
+    def cells(rows: Sequence[Sequence[float]]) -> list[str]:
+        exponent, epsilon, level, gain = zip(*rows, strict=True)
+        return [f"{_span(exponent)} ({_span(epsilon)})", _span(level), _span(gain)]
+
+    halves = [data.noise[half] for half in sorted(data.noise)]
+    if len(data.noise_groups) > _SHOWN_GROUPS:
+        return [[f"all {len(data.noise_groups)}", *(cell for rows in halves for cell in cells(rows))]]
+    return [[name, *(cell for rows in halves for cell in cells([rows[place]]))] for place, name in enumerate(data.noise_groups)]
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _worker_row(worker: WorkerSummary) -> tuple[str, str, str, str, str]:
@@ -398,12 +492,45 @@ def _fsc_figure(fsc: FSCCurve, criterion: float) -> Figure:
     return figure
 
 
+def _classes_figure(classes: Sequence[ClassSummary], criterion: float) -> Figure:
+    """Corrected FSC of every class."""
+    figure = _figure(6.2, 3.9)
+    axes = figure.add_subplot()
+    last = 0.0
+    for reached in classes:
+        if reached.fsc is not None:
+            frequency = np.arange(reached.fsc.corrected.size) / (reached.fsc.box_size * reached.fsc.pixel_size_angst)
+            last = float(frequency[-1])
+            axes.plot(frequency, reached.fsc.corrected, linewidth=1.8, label=f"class {reached.number}")
+    axes.axhline(0.0, color="#b8c1ca", linewidth=0.8)
+    axes.axhline(criterion, color=_INK, linewidth=0.9, linestyle=":")
+    axes.set_xlim(0, last)
+    axes.set_ylim(-0.1, 1.05)
+    ticks = [t for t in MaxNLocator(6).tick_values(0, last) if 0 < t <= last * 1.0001]
+    axes.set_xticks(ticks, [f"{1 / t:.3g}" for t in ticks])
+    axes.set_xlabel("resolution (\u00c5)", fontsize=9.5)
+    axes.set_ylabel("Fourier shell correlation, corrected", fontsize=9.5)
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
+    _tidy(axes)
+    return figure
+
+
+def _class_slices(classes: Sequence[ClassSummary]) -> list[str]:
+    """Slices of the classes' averages, a picture for every few of them."""
+    maps = [(f"class {reached.number}", reached.average) for reached in classes if reached.average is not None]
+    return [_slices_of(maps[first : first + _CLASSES_A_ROW]) for first in range(0, len(maps), _CLASSES_A_ROW)]
+
+
 def _slices(data: ReportData) -> str:
     maps = [
         (name, volume)
         for name, volume in (("half-map 1", data.half1), ("half-map 2", data.half2), ("average", data.average), ("average, filtered", data.filtered))
         if volume is not None
     ]
+    return _slices_of(maps)
+
+
+def _slices_of(maps: list[tuple[str, Volume]]) -> str:
     if not maps:
         return ""
     figure = _figure(2.35 * len(maps), 7.1)

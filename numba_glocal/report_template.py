@@ -68,6 +68,17 @@ footer { color: var(--soft); font-size: 13px; padding: 4px 0 34px; }
 <p class="note">Central slices; grey values of each map run from its 0.5 to its 99.8 percentile. Half-maps and average are unfiltered.</p>
 <img src="{{ slices_image }}" alt="Central slices of the maps">
 </section>{% endif %}
+{% if class_rows %}<section>
+<h2>Classes</h2>
+<div class="pair" style="grid-template-columns: minmax(320px, 3fr) minmax(250px, 2fr)">
+{% if classes_image %}<figure><img src="{{ classes_image }}" alt="Fourier shell correlation of each class"></figure>{% endif %}
+<div class="scroll"><table><tr><th>class</th><th class="number">share</th><th class="number">half 1</th><th class="number">half 2</th>
+<th class="number">resolution at {{ criterion }}</th></tr>
+{% for row in class_rows %}<tr><td>{{ row[0] }}</td>{% for cell in row[1:] %}<td class="number">{{ cell }}</td>{% endfor %}</tr>{% endfor %}
+</table></div></div>
+{% if classes_slices %}<p class="note">Central slices of each class's filtered average. Classes need not stand in one frame.</p>
+{% for image in classes_slices %}<img src="{{ image }}" alt="Central slices of the classes">{% endfor %}{% endif %}
+</section>{% endif %}
 {% if iterations_image %}<section>
 <h2>Iterations</h2>
 <img src="{{ iterations_image }}" alt="Resolution and angular increment per iteration">
@@ -78,6 +89,16 @@ footer { color: var(--soft); font-size: 13px; padding: 4px 0 34px; }
 <h2>Particles</h2>
 <div class="pair">{% for image, caption in particle_images %}
 <figure><img src="{{ image }}" alt="{{ caption }}"><figcaption>{{ caption }}</figcaption></figure>{% endfor %}</div>
+</section>{% endif %}
+{% if noise_rows %}<section>
+<h2>Noise</h2>
+<p class="note">Fitted in each half-set for each group: its variance follows (weight + epsilon)<sup>exponent</sup>. Level: of the variance,
+relative to all groups. Gain: scale of the signal, relative to all groups, drawn to 1 where few particles leave it uncertain.</p>
+<div class="scroll"><table><tr><th>group</th>
+{% for half in (1, 2) %}<th class="number">half {{ half }}: exponent (epsilon)</th>
+<th class="number">level</th><th class="number">gain</th>{% endfor %}</tr>
+{% for row in noise_rows %}<tr><td>{{ row[0] }}</td>
+{% for cell in row[1:] %}<td class="number">{{ cell }}</td>{% endfor %}</tr>{% endfor %}</table></div>
 </section>{% endif %}
 {% if bad_particles %}<section>
 <h2>Skipped particles</h2>

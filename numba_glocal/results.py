@@ -6,13 +6,14 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import sys
 import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from .filters import filter_average
 from .io import ListFormat, list_formats, read_volume, write_particles, write_volume
 from .io.fsc_star import read_fsc_star, write_fsc_star
 from .io.paths import VolumeFinder, whole_file
-from .report import IterationSummary, ReportData, WorkerSummary
+from .io.tilt_series import write_optimisation_set
+from .report import ClassSummary, IterationSummary, ReportData, WorkerSummary
+from .resolution import Crossing
 from .settings import AlignSettings, AverageSettings, read_job_file, settings_to_toml
 from .symmetry import angle_modulo_deg
 from .values import FSCCurve, ParticleSet, Poses, Volume
@@ -38,6 +41,7 @@ except ImportError:  # not on Windows
 
 FILES = {
     "particles.star": "poses, half-sets, scores and uncertainties; columns of the input kept",
+    "optimisation_set.star": "names the list and the tomograms file, where particles are stacks of tilt images",
     "particles.xml": "the list in its own format, PyTom's, with the new poses",
     "particles.tbl": "the list in its own format, Dynamo's, with the new poses",
     "particles.em": "the list in its own format, TOM/AV3's, with the new poses",
@@ -59,9 +63,49 @@ FILES = {
 _BEFORE_RESULTS = {"job.toml", "provenance.json", "log.txt", "events.jsonl", "start.npz"}
 _OF_ITERATIONS = {
     *(f"{name}{half}.{suffix}" for name, suffix in (("reference", "npy"), ("half", "mrc"), ("start_map", "mrc")) for half in (1, 2)),
-    *("start_map.mrc", "average.mrc", "fsc.star"),
+    *("start_map.mrc", "average.mrc", "fsc.star", "optimisation_set.star"),
     *(name for name in FILES if name.startswith("particles")),
 }
+_CLASS_ARRAYS = ("rotations", "shifts_angst", "shares", "margins", "handicap")
+_CLASS_PREFIX = re.compile(r"^class[0-9]+_")
+
+
+@dataclass(slots=True)
+class ClassState:
+    """Where the particles stand in each class.
+
+    Attributes
+    ----------
+    rotations : (c, n, 3, 3) float64, shifts_angst : (c, n, 3) float64
+        A pose in each class: classes need not share a frame.
+    shares : (c, n) float64
+        How much of a particle a class holds: 1 for one class (hard), or probabilities (soft); 0 for unusable particles.
+    margins : (n,) float64
+        Log-likelihood of the best class above the second; NaN where unknown.
+    handicap : (c, n) float64
+        What noise in the present references adds to a particle's log-likelihood there (docs/scoring.md, 8): taken off before classes are
+        compared.
+    """
+
+    rotations: NDArray[np.float64]
+    shifts_angst: NDArray[np.float64]
+    shares: NDArray[np.float64]
+    margins: NDArray[np.float64]
+    handicap: NDArray[np.float64]
+
+    @property
+    def numbers(self) -> NDArray[np.int64]:
+        """Class of each particle, from 1; 0 for none."""
+        return np.where(self.shares.any(0), 1 + np.argmax(self.shares, axis=0), 0)
+
+    @staticmethod
+    def same_poses(count: int, poses: Poses) -> ClassState:
+        """`count` classes in which the particles have the same poses, all in the first one."""
+        shares = np.zeros((count, len(poses)))
+        shares[0] = 1.0
+        rotations = np.repeat(np.asarray(poses.rotations, np.float64)[None], count, 0)
+        shifts = np.repeat(np.asarray(poses.shifts_angst, np.float64)[None], count, 0)
+        return ClassState(rotations, shifts, shares, np.full(len(poses), np.nan), np.zeros((count, len(poses))))
 
 
 @dataclass(slots=True)
@@ -90,6 +134,10 @@ class RunState:
         Log-likelihood above the best other mode of the last search, at most `passes.NO_OTHER_MODE`; None before the first.
     included : (n,) bool or None
         Which particles the averages are made of; None: all that can be used.
+    gains : dict of half to floats
+        Scales of the noise groups' signals; empty: all 1.
+    classes : ClassState or None
+        Where there are several; `poses` and all else per particle are then those of its class.
     """
 
     iteration: int
@@ -107,6 +155,64 @@ class RunState:
     symmetry_agreement: tuple[float, float] | None = None
     margin: NDArray[np.float64] | None = None
     included: NDArray[np.bool_] | None = None
+    gains: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    classes: ClassState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClassResult:
+    """What one of several classes reached.
+
+    Attributes
+    ----------
+    number : int
+        From 1 on.
+    half_counts : (int, int)
+        Particles whose class it is, of each half.
+    share : float
+        Of all usable particles.
+    fsc : FSCCurve or None
+        None where a half has fewer than two particles: there are no maps then.
+    crossing : Crossing or None
+    """
+
+    number: int
+    half_counts: tuple[int, int]
+    share: float
+    fsc: FSCCurve | None
+    crossing: Crossing | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run reached.
+
+    Attributes
+    ----------
+    fsc : FSCCurve
+    crossing : Crossing
+        Of the corrected curve at the run's criterion.
+    bad : dict of row to reason
+    half_counts : (int, int)
+        Particles in each average.
+    warnings : tuple of str
+        Why the result may not be what it seems, one line each.
+    symmetry_agreement : (float, float) or None
+        How well the start (or the average) has the symmetry before it is imposed; see `symmetry.symmetry_agreement`. None for C1.
+    noise : dict of half (as text) to lists
+        `noise.noise_facts` of its groups; None where none was fitted.
+    classes : tuple of ClassResult
+        Where there are several; `fsc` and `crossing` are then those of the best resolved one, `half_counts` of all.
+    """
+
+    fsc: FSCCurve
+    crossing: Crossing
+    bad: dict[int, str]
+    half_counts: tuple[int, int]
+    warnings: tuple[str, ...] = ()
+    symmetry_agreement: tuple[float, float] | None = None
+    noise: dict[str, list[list[float]]] | None = None
+    classes: tuple[ClassResult, ...] = ()
 
 
 class RunFolder:
@@ -157,7 +263,7 @@ class RunFolder:
         unfinished = all(
             path.name in ("iter_000", "iter_001")
             and not path.is_symlink()
-            and all(file.name in _OF_ITERATIONS or file.name.endswith(".part") for file in path.iterdir())
+            and all(_CLASS_PREFIX.sub("", file.name) in _OF_ITERATIONS or file.name.endswith(".part") for file in path.iterdir())
             for path in folders
         )
         return found if started and unfinished else []
@@ -328,12 +434,18 @@ class RunFolder:
             hint = "; a run that has converged goes on with --no-until-converged" if converged else ""
             raise SettingsError(f"{self.path} already has {state.iteration} finished iterations; expected more --iterations to go on{hint}")
 
-    def write_maps(self, folder: Path, half_maps: tuple[NDArray[np.float32], NDArray[np.float32]], fsc: FSCCurve, criterion: float) -> None:
+    def class_folder(self, number: int) -> Path:
+        """Results of one of several classes: ``class1`` and so on."""
+        return self.path / f"class{number}"
+
+    def write_maps(
+        self, folder: Path, half_maps: tuple[NDArray[np.float32], NDArray[np.float32]], fsc: FSCCurve, criterion: float, prefix: str = ""
+    ) -> None:
         """Half-maps and FSC of an iteration or of the run."""
         folder.mkdir(parents=True, exist_ok=True)
         for number, half_map in enumerate(half_maps, 1):
-            write_volume(folder / f"half{number}.mrc", Volume(half_map, fsc.pixel_size_angst))
-        write_fsc_star(folder / "fsc.star", fsc, criterion)
+            write_volume(folder / f"{prefix}half{number}.mrc", Volume(half_map, fsc.pixel_size_angst))
+        write_fsc_star(folder / f"{prefix}fsc.star", fsc, criterion)
 
     def write_particles(self, folder: Path, particles: ParticleSet, state: RunState) -> None:
         """The list with new poses, scores and uncertainties: as RELION's, and in its own format too where that is another.
@@ -360,9 +472,16 @@ class RunFolder:
         included[list(state.bad)] = 0
         known["ngIncluded"] = included  # of every list, so that none keeps what an earlier run had left out
         particles = particles.with_poses(state.poses)
+        if state.classes is not None:
+            margins = state.classes.margins
+            known["ngClass"] = known["rlnClassNumber"] = state.classes.numbers
+            known["ngClassMargin"] = np.where(np.isfinite(margins), margins, 0.0)
+            particles = replace(particles, classes=state.classes.numbers.astype(np.int32))  # for formats without such columns
         own = list_format_of(particles)
         if own is None:
             write_particles(folder / "particles.star", particles, known)
+            if particles.stacks is not None and particles.stacks.tomograms_path is not None:
+                write_optimisation_set(folder / "optimisation_set.star", folder / "particles.star", particles.stacks.tomograms_path)
             return
         name = "particles_stopgap.star" if own.suffixes == (".star",) else f"particles{own.suffixes[0]}"
         write_particles(folder / name, particles, known, to=own.key)
@@ -399,9 +518,11 @@ class RunFolder:
         """The last file of an iteration: with it the iteration is finished."""
         folder = self.iteration_folder(state.iteration)
         folder.mkdir(parents=True, exist_ok=True)
+        classes = {} if state.classes is None else {f"class_{name}": getattr(state.classes, name) for name in _CLASS_ARRAYS}
         with whole_file(folder / "state.npz") as handle:
             np.savez(
                 handle,
+                **classes,
                 rotations=state.poses.rotations,
                 shifts_angst=state.poses.shifts_angst,
                 scores=state.scores,
@@ -421,6 +542,7 @@ class RunFolder:
                             "history": state.history,
                             "scale": state.scale,
                             "symmetry_agreement": state.symmetry_agreement,
+                            "gains": {str(half): gains for half, gains in state.gains.items()},
                         },
                         default=_plain,
                     )
@@ -458,6 +580,8 @@ class RunFolder:
                 tuple(facts["symmetry_agreement"]) if facts.get("symmetry_agreement") else None,
                 stored["margin"],
                 stored["included"] if len(stored["included"]) else None,
+                {int(half): tuple(gains) for half, gains in facts.get("gains", {}).items()},
+                ClassState(*(stored[f"class_{name}"] for name in _CLASS_ARRAYS)) if "class_shares" in stored else None,
             )
 
     def write_final(
@@ -471,11 +595,17 @@ class RunFolder:
         criterion: float,
     ) -> None:
         """The results at the top of the folder."""
-        self.write_maps(self.path, half_maps, fsc, criterion)
-        write_volume(self.path / "average.mrc", Volume(average, fsc.pixel_size_angst))
-        write_volume(self.path / "average_filtered.mrc", Volume(filter_average(average, fsc, criterion), fsc.pixel_size_angst))
+        self.write_averages(self.path, half_maps, average, fsc, criterion)
         write_volume(self.path / "mask.mrc", Volume(mask, fsc.pixel_size_angst))
         self.write_particles(self.path, particles, state)
+
+    def write_averages(
+        self, folder: Path, half_maps: tuple[NDArray[np.float32], NDArray[np.float32]], average: NDArray[np.float32], fsc: FSCCurve, criterion: float
+    ) -> None:
+        """Final maps, of the run or of a class."""
+        self.write_maps(folder, half_maps, fsc, criterion)
+        write_volume(folder / "average.mrc", Volume(average, fsc.pixel_size_angst))
+        write_volume(folder / "average_filtered.mrc", Volume(filter_average(average, fsc, criterion), fsc.pixel_size_angst))
 
 
 def list_format_of(particles: ParticleSet) -> ListFormat | None:
@@ -485,8 +615,7 @@ def list_format_of(particles: ParticleSet) -> ListFormat | None:
 
 
 def _for_relion(folder: Path, particles: ParticleSet) -> ParticleSet:
-    """The particles under names by which a list in `folder` finds them, their own or absolute ones; tilts, which it cannot hold, stay behind."""
-    particles = replace(particles, weight_paths=tuple(weight if isinstance(weight, Path) else None for weight in particles.weight_paths))
+    """The particles under names by which a list in `folder` finds them, their own or absolute ones."""
     finder = VolumeFinder(folder / "particles.star")
     found = finder.find(particles.names[0])
     if found is not None and found.resolve() == particles.volume_paths[0].resolve():
@@ -546,6 +675,7 @@ def load_report_data(run: Path) -> ReportData:
         if (run / f"{name}.mrc").exists():
             maps[field_name] = read_volume(run / f"{name}.mrc")
     state = folder.last_state()
+    classes = [_class_summary(folder.class_folder(record["number"]), record) for record in facts.get("classes", [])]
     optional: dict[str, Any] = {}
     settings = read_job_file(run / "job.toml") if facts["command"] == "align" else facts.get("settings", {})
     symmetry = settings.get("symmetry", "C1")
@@ -571,16 +701,37 @@ def load_report_data(run: Path) -> ReportData:
         bad_particles=[tuple(pair) for pair in facts["bad"]],
         warnings=facts["warnings"],
         wall_seconds=facts["wall_seconds"],
-        files={name: what for name, what in FILES.items() if (run / name).exists() or name == "report.html"},
+        files=_present_files(run, classes),
         settings=settings,
         resumed=facts.get("resumed", 0),
         symmetry=symmetry,
         symmetry_agreement=facts.get("symmetry_agreement"),
+        noise=facts.get("noise"),
+        noise_groups=facts.get("noise_groups", ()),
         converged=facts.get("converged"),
+        classes=classes,
         provenance=_shown_provenance(folder),
         **maps,
         **optional,
     )
+
+
+def _class_summary(folder: Path, record: dict[str, Any]) -> ClassSummary:
+    """A class as its folder has it; without maps where it has none."""
+    fsc = read_fsc_star(folder / "fsc.star") if (folder / "fsc.star").exists() else None
+    average = read_volume(folder / "average_filtered.mrc") if (folder / "average_filtered.mrc").exists() else None
+    return ClassSummary(record["number"], tuple(record["half_counts"]), record["share"], fsc, average)
+
+
+def _present_files(run: Path, classes: list[ClassSummary]) -> dict[str, str]:
+    """Files of a run and what they are."""
+    files = {name: what for name, what in FILES.items() if (run / name).exists() or name == "report.html"}
+    of_classes = {
+        f"class{reached.number}/": f"half1.mrc, half2.mrc, average.mrc, average_filtered.mrc and fsc.star of class {reached.number}"
+        for reached in classes
+        if reached.fsc is not None
+    }
+    return of_classes | files
 
 
 def finite_or_none(value: float) -> float | None:

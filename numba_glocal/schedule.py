@@ -19,6 +19,8 @@ from .values import Poses
 _SETTLED_SHARE = 0.25
 _SETTLED_RUNS = 2
 """Converged: this many iterations in succession moved the median pose by less than this share of its median uncertainty."""
+_SETTLED_CLASSES = 0.01
+"""... and, with several classes, no more than this share of the particles changed theirs."""
 _GLOBAL_ITERATIONS = 1
 _REACH_MOVES = 2.0
 _REACH_SIGMAS = 3.0 * math.sqrt(3.0)
@@ -156,7 +158,8 @@ def has_settled(record: dict[str, Any], before: list[dict[str, Any]]) -> bool:
     turned = record["angle_change_deg"] >= _SETTLED_SHARE * record["angle_sigma_deg"]
     moved = record["shift_change_angst"] >= _SETTLED_SHARE * record["shift_sigma_angst"]
     better = shells(record) > max((shells(entry) for entry in before), default=0.0) * (1 + 1e-6)
-    return bool(before and not turned and not moved and not better)
+    changed = (record.get("class_change") or 0.0) > _SETTLED_CLASSES
+    return bool(before and not turned and not moved and not better and not changed)
 
 
 def has_converged(history: list[dict[str, Any]]) -> bool:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SettingsError
-from .values import SCORES
+from .values import NOISE_GROUPS, SCORES
 
 SPLITS = ("file", "particle", "tomogram")
 GPU_PRECISIONS = ("half", "single")
+ASSIGNMENTS = ("hard", "soft")
+MOST_CLASSES = 50
 MOST_ANGLE_SHELLS = 20
 """33 thousand rotations in the first search; more is a mistake, not a local search."""
 _LARGEST_FOLD = 99
@@ -49,6 +51,12 @@ class AlignSettings:
         The run folder.
     reference : str or None
         Start map; None: the average of the given poses.
+    further_references : tuple of str
+        Start maps of the second class and those after it; then each class has its own.
+    classes : int
+        How many; follows from the start maps where there are several. With one start map or none classes are drawn at random.
+    class_assignment : str
+        "hard": a particle belongs to its best class. "soft": to each class by its probability.
     initial_lowpass_angst : float
         Low-pass of the start map, so that the halves start unbiased.
     mask : str or None
@@ -83,6 +91,8 @@ class AlignSettings:
         Increment and shift range follow the poses' changes; else they stay.
     score : str
         flcf, ncc or ml.
+    noise_groups : str
+        What particles of one noise model have in common: "tomogram", "optics", "none" (one model a half), or "auto".
     highpass_angst, lowpass_angst : float or None
         Limits of the band.
     fsc_criterion : float
@@ -96,6 +106,12 @@ class AlignSettings:
         Tilts of the tomograms, for motive lists.
     split : str
         Half-sets: "file", "particle" or "tomogram".
+    root : str or None
+        Folder that the list's names start from; it goes before the list's own, its parents and the current one.
+    mirror : bool
+        The particles have the other hand: start map and mask are mirrored along z.
+    check_hand : bool
+        Before the first iteration, say whether particles match the start map or its mirror image better.
     keep_best_percent : float or None
         Share of each half, by score, that averages are made of; the others are aligned and listed all the same.
     iterations : int
@@ -121,6 +137,9 @@ class AlignSettings:
     particles: str
     output: str
     reference: str | None = None
+    further_references: tuple[str, ...] = ()
+    classes: int = 1
+    class_assignment: str = "hard"
     initial_lowpass_angst: float = 50.0
     mask: str | None = None
     particle_diameter_angst: float | None = None
@@ -140,6 +159,7 @@ class AlignSettings:
     relax_symmetry: str | None = None
     adaptive: bool = True
     score: str = "ml"
+    noise_groups: str = "auto"
     highpass_angst: float | None = None
     lowpass_angst: float | None = None
     fsc_criterion: float = 0.143
@@ -149,6 +169,9 @@ class AlignSettings:
     particle_names: str | None = None
     wedge_list: str | None = None
     split: str = "file"
+    root: str | None = None
+    mirror: bool = False
+    check_hand: bool = False
     keep_best_percent: float | None = None
     iterations: int = 4
     until_converged: bool = False
@@ -166,14 +189,17 @@ class AlignSettings:
 
     def __post_init__(self) -> None:
         """Refuses values that mean nothing, by their option's name."""
-        for name in ("particles", "output", "reference", "mask", "angle_list", "particle_names", "wedge_list"):
+        object.__setattr__(self, "further_references", tuple(self.further_references))
+        for name in ("particles", "output", "reference", "further_references", "mask", "angle_list", "particle_names", "wedge_list", "root"):
             try:
-                (getattr(self, name) or "").encode()
+                "".join(getattr(self, name) or "").encode()
             except UnicodeEncodeError:
                 raise SettingsError(f"{name}: {getattr(self, name)!r} is not UTF-8; expected another name, or a UTF-8 locale") from None
+        self._check_classes()
         object.__setattr__(self, "symmetry", symmetry_name(self.symmetry))
         _one_of("--score", self.score, SCORES)
         _one_of("--split", self.split, SPLITS)
+        _one_of("--noise-groups", self.noise_groups, NOISE_GROUPS)
         _one_of("--tilt-axis", self.tilt_axis, ("x", "y"))
         for option, value in (
             ("--initial-lowpass", self.initial_lowpass_angst),
@@ -210,6 +236,10 @@ class AlignSettings:
                 "--global: orientations are taken as unknown, so there is no average to start from; expected a start map (--reference),"
                 " such as the average.mrc of `numba-glocal average` where the list's poses are good for one"
             )
+        if self.check_hand and self.reference is None:
+            raise SettingsError("--check-hand: compares particles with a start map and its mirror image; expected one (--reference)")
+        if self.mirror and self.reference is None and self.mask is None:
+            raise SettingsError("--mirror: mirrors start map and mask; expected one of them (--reference, --mask)")
         if self.keep_best_percent is not None and not 0 < self.keep_best_percent <= 100:
             raise SettingsError(f"--keep-best: expected more than 0 and at most 100 percent, found {self.keep_best_percent:g}")
         if self.iterations < 1:
@@ -234,6 +264,36 @@ class AlignSettings:
             raise SettingsError(f"--max-bad: expected 0 or more, found {self.max_bad}")
         if self.gpu_precision is not None:
             _one_of("--gpu-precision", self.gpu_precision, GPU_PRECISIONS)
+
+    def _check_classes(self) -> None:
+        """Start maps and classes agree; `classes` is their number where there are several maps."""
+        _one_of("--class-assignment", self.class_assignment, ASSIGNMENTS)
+        if self.further_references:
+            given = 1 + len(self.further_references)
+            if self.reference is None:
+                raise SettingsError("further_references: expected a first start map (reference) before them")
+            if self.classes not in (1, given):
+                raise SettingsError(f"--classes {self.classes}: {given} start maps are given; expected one --reference a class, or one for all")
+            object.__setattr__(self, "classes", given)
+            paths = [self.reference, *self.further_references]
+            twice = sorted({path for path in paths if paths.count(path) > 1})
+            if twice:
+                raise SettingsError(f"--reference {twice[0]} is given twice: two classes with one start map stay alike; expected different maps")
+        if not 1 <= self.classes <= MOST_CLASSES:
+            raise SettingsError(f"--classes: expected 1 to {MOST_CLASSES}, found {self.classes}")
+        if self.classes > 1 and self.keep_best_percent is not None:
+            raise SettingsError("--keep-best: of several classes all particles are used; expected one class, or no --keep-best")
+        if self.classes == 1 and self.class_assignment != "hard":
+            raise SettingsError(f"--class-assignment {self.class_assignment}: there is one class; expected --classes or several --reference")
+        if self.class_assignment == "soft" and self.score != "ml":
+            raise SettingsError(f"--class-assignment soft with --score {self.score}: probabilities come from likelihoods; expected --score ml")
+        if self.classes > 1 and not self.further_references and self.iterations < 2:
+            raise SettingsError("--classes: the first iteration finds poses, the next ones classes; expected --iterations 2 or more")
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """Start maps, none to one for each class."""
+        return () if self.reference is None else (self.reference, *self.further_references)
 
     def _check_search(self) -> None:
         """Refuses priors, limits and relaxed groups that contradict the rest."""
@@ -278,6 +338,7 @@ class AverageSettings:
     particles: str
     output: str
     weighting: str = "noise"
+    noise_groups: str = "auto"
     mask: str | None = None
     particle_diameter_angst: float | None = None
     soft_edge_voxels: float = 5.0
@@ -291,6 +352,7 @@ class AverageSettings:
     particle_names: str | None = None
     wedge_list: str | None = None
     split: str = "file"
+    root: str | None = None
     seed: int = 0
     invert_contrast: bool = False
     normalise: bool = True
@@ -309,6 +371,8 @@ class AverageSettings:
         shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("weighting", "premultiplied")}
         AlignSettings(**shared)
         object.__setattr__(self, "symmetry", symmetry_name(self.symmetry))
+        if self.weighting == "ctf" and self.noise_groups in ("tomogram", "optics"):
+            raise SettingsError(f"--noise-groups {self.noise_groups}: matters for --weighting noise only; the classical sums know of no noise")
         if self.premultiplied is not None and self.weighting != "ctf":
             raise SettingsError("--premultiplied: matters for --weighting ctf only; other weights come from the noise itself")
 
@@ -324,7 +388,7 @@ def settings_to_toml(settings: AlignSettings | AverageSettings) -> str:
     lines = [f"# Every option of this run{again}."]
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        if value is not None:
+        if value is not None and value != ():
             lines.append(f"{field.name} = {_toml(value)}")
     return "\n".join(lines) + "\n"
 
@@ -368,7 +432,11 @@ def read_job_file(path: Path) -> dict[str, Any]:
             raise SettingsError(f"{path}: unknown option {name!r}")
         kind = str(known[name].type)
         kind = kind.removesuffix(" | None")
-        if kind.startswith("tuple"):
+        if kind == "tuple[str, ...]":
+            if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+                raise SettingsError(f"{path}: {name} expects a list of texts, found {value!r}")
+            values[name] = tuple(value)
+        elif kind.startswith("tuple"):
             if not isinstance(value, list) or len(value) != 2 or not all(_is_number(v) for v in value):
                 raise SettingsError(f"{path}: {name} expects two numbers, found {value!r}")
             values[name] = tuple(float(v) for v in value)

@@ -19,7 +19,7 @@ from .io.volumes import write_volume
 from .masks import spherical_mask
 from .phantom import render_phantom
 from .values import Poses, Volume
-from .wedge import tilt_range_weights
+from .wedge import full_layout, tilt_range_weights
 
 VOLTAGE_KV = 300.0
 SPHERICAL_ABERRATION_MM = 2.7
@@ -164,7 +164,7 @@ def simulate(
         data = irfftn(scale * signal + noise_scale * noise, settings.box_size)
         write_volume(particles / f"particle_{i + 1:05d}.mrc", Volume((-data if settings.invert else data).astype(np.float32), pixel))
         if settings.ctf or i == 0:
-            write_volume(folder / _weight_name(i, settings.ctf), Volume(_full_centred(weight, settings.box_size), pixel))
+            write_volume(folder / _weight_name(i, settings.ctf), Volume(full_layout(weight, settings.box_size), pixel))
         if progress is not None:
             progress(i + 1, settings.count)
 
@@ -254,13 +254,6 @@ def _variance(spectrum: NDArray[Any], box_size: int) -> float:
     """Variance of the map that has this half-spectrum."""
     power = (spectrum.real**2 + spectrum.imag**2) * grid_multiplicity(box_size)
     return float((power.sum() - power[0, 0, 0]) / box_size**6)
-
-
-def _full_centred(half: NDArray[Any], box_size: int) -> NDArray[np.float32]:
-    """A weight volume in the layout RELION reads: the whole spectrum, its origin at the centre voxel."""
-    mirrored = -np.arange(box_size) % box_size
-    negative = half[mirrored][:, mirrored][:, :, 1 : (box_size + 1) // 2][:, :, ::-1]
-    return np.fft.fftshift(np.concatenate([half, negative], axis=2)).astype(np.float32)
 
 
 def _resize_spectrum(half: NDArray[Any], box_size: int, new_size: int) -> NDArray[Any]:

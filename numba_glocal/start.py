@@ -15,12 +15,13 @@ from .errors import SettingsError
 from .execution.tasks import AlignTask, ReferenceFile, write_reference
 from .file_writer import FileWriter
 from .filters import lowpass
+from .hand import check_hand
 from .io import write_volume
 from .job import make_chunks
-from .noise import NoiseModel, ResidualPower
+from .noise import GroupResiduals, NoiseModels, add_residuals
 from .passes import HALVES, Passes
 from .reference_maps import ReferenceMaps
-from .results import RunState
+from .results import ClassState, RunState
 from .schedule import first_search, prior_widths, search_plan
 from .settings import AlignSettings, AverageSettings
 from .symmetry import symmetrised, symmetry_agreement
@@ -72,15 +73,11 @@ class Start:
         )
         folder = self.folder.iteration_folder(0)
         folder.mkdir(parents=True, exist_ok=True)
+        if job.further_start_maps:
+            return self._of_classes(state, folder)
         if job.start_map is not None:
             state.symmetry_agreement = self._agreement(job.start_map, "the start map")
-            masked = self.maps.masked(symmetrised(job.start_map, self._symmetry))
-            if not np.any(masked):
-                raise SettingsError(f"{settings.reference}: nothing is left of it under the mask and low-pass")
-            files = {half: write_reference(folder / f"reference{half}.npy", masked) for half in HALVES}
-            state = replace(state, scale=self._start_scale(state, files))
-            for half in HALVES:
-                write_reference(folder / f"reference{half}.npy", masked * np.float32(state.scale))
+            state = replace(state, scale=self._write_scaled(state, folder, job.start_map, settings.references[0]))
         else:
             if self._symmetry != "C1":
                 state.symmetry_agreement = self.agreement_of_poses(self.passes.flat_noise(), settings.initial_lowpass_angst)
@@ -94,6 +91,34 @@ class Start:
         self._show_start(folder)
         return state
 
+    def _write_scaled(self, state: RunState, folder: Path, start_map: NDArray[np.float32], path: str, prefix: str = "") -> float:
+        """A start map as the reference of both halves, in grey units of the particles; returns the factor."""
+        masked = self.maps.masked(symmetrised(start_map, self._symmetry))
+        if not np.any(masked):
+            raise SettingsError(f"{path}: nothing is left of it under the mask and low-pass")
+        if isinstance(self.job.settings, AlignSettings) and self.job.settings.check_hand:
+            check_hand(self.passes, state, masked)
+        files = {half: write_reference(folder / f"{prefix}reference{half}.npy", masked) for half in HALVES}
+        scale = self._start_scale(state, files, path)
+        for half in HALVES:
+            write_reference(folder / f"{prefix}reference{half}.npy", masked * np.float32(scale))
+        return scale
+
+    def _of_classes(self, state: RunState, folder: Path) -> RunState:
+        """A start map for each class; all particles have the list's poses in each, and no class yet."""
+        settings = self.job.settings
+        assert isinstance(settings, AlignSettings) and self.job.start_map is not None
+        maps = (self.job.start_map, *self.job.further_start_maps)
+        agreements = []
+        for c, (start_map, path) in enumerate(zip(maps, settings.references, strict=True)):
+            _log.info("class %d starts from %s", c + 1, path)
+            agreements.append(self._agreement(start_map, f"the start map of class {c + 1}"))
+            self._write_scaled(state, folder, start_map, path, f"class{c + 1}_")
+            self._show_start(folder, f"class{c + 1}_")
+        known = [agreement for agreement in agreements if agreement is not None]
+        least = min(known, key=lambda agreement: agreement[1], default=None)
+        return replace(state, symmetry_agreement=least, classes=ClassState.same_poses(len(maps), state.poses))
+
     def _agreement(self, volume: NDArray[np.float32], what: str) -> tuple[float, float] | None:
         """How well a map has the run's symmetry, said in the log."""
         if self._symmetry == "C1":
@@ -103,7 +128,7 @@ class Start:
         self.folder.event("symmetry", group=self._symmetry, what=what, correlation=agreement[0], without_round_part=agreement[1])
         return agreement
 
-    def agreement_of_poses(self, noise: dict[int, NoiseModel], lowpass_angst: float | None = None) -> tuple[float, float] | None:
+    def agreement_of_poses(self, noise: dict[int, NoiseModels], lowpass_angst: float | None = None) -> tuple[float, float] | None:
         """The same for the average of the poses as they are, no symmetry imposed; low-passed where its halves end to agree, or as given."""
         sums = self.passes.sums("averages without symmetry", self.job.particles.poses, noise, "C1")
         if lowpass_angst is None:
@@ -113,15 +138,15 @@ class Start:
             average = lowpass(average, self.job.grid.binned_pixel_size_angst, lowpass_angst)
         return self._agreement(average, "the average of the given poses")
 
-    def _show_start(self, folder: Path) -> None:
+    def _show_start(self, folder: Path, prefix: str = "") -> None:
         """The start references as maps, to be looked at: one where both halves start from the same."""
-        first, second = (np.load(folder / f"reference{half}.npy") for half in HALVES)
+        first, second = (np.load(folder / f"{prefix}reference{half}.npy") for half in HALVES)
         maps = {"start_map.mrc": first} if np.array_equal(first, second) else {"start_map1.mrc": first, "start_map2.mrc": second}
         for name, data in maps.items():
-            write_volume(folder / name, Volume(data, self.job.grid.binned_pixel_size_angst))
+            write_volume(folder / f"{prefix}{name}", Volume(data, self.job.grid.binned_pixel_size_angst))
 
-    def _start_scale(self, state: RunState, files: dict[int, ReferenceFile]) -> float:
-        """Grey units of the particles over those of the start map, from a search of some particles; refuses inverted contrast.
+    def _start_scale(self, state: RunState, files: dict[int, ReferenceFile], path: str) -> float:
+        """Grey units of the particles over those of the start map at `path`, from a search of some particles; refuses inverted contrast.
 
         The same particles are also compared with the negative of the map: where that matches clearly better, the contrast is wrong.
         """
@@ -135,7 +160,7 @@ class Start:
         chunks = [(half, chunk) for half in HALVES for chunk in make_chunks(some, some.poses, half, largest=self.passes.largest_chunk)]
         plan = search_plan(self.job, state)
 
-        def tasks(sign: float, noise: dict[int, NoiseModel], used_plan: SearchPlan | None) -> list[AlignTask]:
+        def tasks(sign: float, noise: dict[int, NoiseModels], used_plan: SearchPlan | None) -> list[AlignTask]:
             limit = math.inf if settings.max_shift_angst is None else settings.max_shift_angst
             return [
                 AlignTask(
@@ -156,11 +181,11 @@ class Start:
                 for half, chunk in chunks
             ]
 
-        power = {half: ResidualPower.empty(job.grid.binned_box_size // 2 + 1) for half in HALVES}
+        power: dict[int, GroupResiduals] = {half: {} for half in HALVES}
         # with a vanishing reference the residual is the whole power: a first guess of the noise
         for task, result in self.passes.results_of_some("first look at the noise", tasks(NOTHING, self.passes.flat_noise(), None)):
             self.passes.note_rows([int(some_rows[task.chunk.rows[index]]) for index, _ in result.bad], task, result.bad)
-            power[task.chunk.half] += result.residuals
+            add_residuals(power[task.chunk.half], result.residuals)
         noise = self.passes.fit_noise(power, state.k_max)
         numerator = denominator = 0.0
         for sign in (1.0, -1.0):
@@ -178,12 +203,12 @@ class Start:
         spread = float(difference.std()) / math.sqrt(max(len(difference), 1))
         if difference.mean() < -3.0 * max(spread, 1e-12):
             raise SettingsError(
-                f"{settings.reference}: the particles match its negative better (mean correlation {scored[-1.0].mean():.3f} against"
+                f"{path}: the particles match its negative better (mean correlation {scored[-1.0].mean():.3f} against"
                 f" {scored[1.0].mean():.3f}): the contrast is inverted; {'leave out' if settings.invert_contrast else 'use'} --invert-contrast"
             )
         scale = numerator / max(denominator, 1e-30)
         if not scale > 0:
-            raise SettingsError(f"{settings.reference}: no particle matches it; is it the right map, at the right pixel size?")
+            raise SettingsError(f"{path}: no particle matches it; is it the right map, at the right pixel size?")
         _log.info("grey scale of the start map %.4g (correlation %.3f; its negative %.3f)", scale, scored[1.0].mean(), scored[-1.0].mean())
         return scale
 

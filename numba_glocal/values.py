@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ IntArray = NDArray[np.integer[Any]]
 
 SCORES = ("flcf", "ncc", "ml")
 """Kinds of score (docs/scoring.md, 1)."""
+
+NOISE_GROUPS = ("auto", "none", "tomogram", "optics")
+"""What particles of one noise model have in common (docs/scoring.md, 4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,64 @@ class Poses:
         return Poses(self.rotations[index], self.shifts_angst[index])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TiltGeometry:
+    """How a stack of tilt images makes a particle's volume and weights: an entry for each image that takes part.
+
+    Two of them are equal where all their numbers are.
+
+    Attributes
+    ----------
+    images : (t,) int
+        Which images of the stack, counted from 0.
+    axes : (t, 2, 3) float64
+        Each image's x and y axis as ``(x, y, z)`` in the frame of the particle's volume: its sample (kx, ky) lies at ``kx x + ky y``.
+    defocus_angst : (t, 3) float64
+        Defocus U and V in Angstrom, and the angle of U in degrees.
+    phase_shift_deg, scale, exposure : (t,) float64
+        Phase shift of the CTF; factor of the CTF (``rlnCtfScalefactor``); electrons per square Angstrom before the image was taken.
+    pixel_size_angst : float
+        Of the images.
+    voltage_kv, spherical_aberration_mm, amplitude_contrast : float
+    multiplied : bool
+        Images come multiplied by their CTF (with scale and exposure filter) already.
+    key : str
+        A digest of all the above.
+    """
+
+    images: IntArray
+    axes: FloatArray
+    defocus_angst: FloatArray
+    phase_shift_deg: FloatArray
+    scale: FloatArray
+    exposure: FloatArray
+    pixel_size_angst: float
+    voltage_kv: float = 300.0
+    spherical_aberration_mm: float = 2.7
+    amplitude_contrast: float = 0.07
+    multiplied: bool = True
+    key: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        digest = hashlib.sha256()
+        for each in fields(self):
+            if each.name != "key":
+                digest.update(np.ascontiguousarray(getattr(self, each.name), np.float64).tobytes())
+        object.__setattr__(self, "key", digest.hexdigest()[:24])
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TiltGeometry) and self.key == other.key
+
+    def __str__(self) -> str:
+        return f"{len(self)} tilt images ({self.key})"
+
+
 @dataclass(frozen=True, slots=True)
 class TiltRange:
     """A missing wedge given by the tilts of a series; a tuple of them is the union of what each samples (dual-axis series).
@@ -90,8 +152,8 @@ class TiltRange:
     cutoff_voxels: float = 0.0
 
 
-Weight = Path | tuple[TiltRange, ...]
-"""Where a particle's weights come from: a volume, or the tilts of its series."""
+Weight = Path | tuple[TiltRange, ...] | TiltGeometry
+"""Where a particle's weights come from: a volume, the range of tilts of its series, or the tilt images that it is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +191,15 @@ class Coordinates:
         index = np.asarray(index, dtype=np.intp)
         kept = [None if part is None else part[index] for part in (self.voxels, self.centred_angst)]
         return Coordinates(kept[0], kept[1], self.voxel_size_angst[index], self.centre_voxels[index])
+
+    def counted_in(self, voxel_size_angst: float) -> Coordinates:
+        """The same places in voxels of another size; as they are where the size of theirs is unknown."""
+        voxels = self.as_voxels()
+        scale = np.where(np.isfinite(self.voxel_size_angst), self.voxel_size_angst / voxel_size_angst, 1.0)
+        if np.abs(scale - 1).max(initial=0) <= 1e-6:
+            return self
+        size = np.where(np.isfinite(self.voxel_size_angst), voxel_size_angst, np.nan)
+        return Coordinates(voxels * scale[:, None], self.centred_angst, size, self.centre_voxels * scale[:, None])
 
     def as_voxels(self) -> FloatArray:
         """(n, 3) from the first voxel's centre; rows of ``nan`` where the tomogram's centre or voxel size is needed and unknown."""
@@ -174,11 +245,11 @@ class ParticleSet:
     ----------
     names : tuple of str
         Particle volumes as the list names them, kept byte for byte.
-    volume_paths : tuple of Path
-        Where those volumes were found.
-    weight_paths : tuple of (Path, tuple of TiltRange, or None)
-        Wedge, CTF or CTF^2 volume of each particle (``rlnCtfImage``), or its tilts where the list gives a wedge by angles; None
-        when the list has neither.
+    volume_paths : sequence of Path
+        Where those volumes (or stacks of tilt images) were found.
+    weight_paths : sequence of (Path, tuple of TiltRange, TiltGeometry or None)
+        Wedge, CTF or CTF^2 volume of each particle (``rlnCtfImage``), or its tilts where the list gives a wedge by angles; for a stack of
+        tilt images how it makes a volume and CTF^2 weights; None when the list has none of them. A tuple where any is no path.
     poses : Poses
         Current poses.
     half : (n,) int8
@@ -195,12 +266,15 @@ class ParticleSet:
         Edge of the particle volumes in voxels.
     premultiplied : bool
         True when volumes are already multiplied by their CTF and the weight volume holds CTF^2.
+    noise_groups : (n,) int32 or None
+        Which noise model of its half each particle has; None: there is one.
     source : object
         The document the list came from, with every column, block and digit, so that it can be written back. It has `take`, may have
         `in_volumes`, the name of its format as `format_key`, and ``extras()``, what only that format can hold.
     coordinates : Coordinates or None
         Places in the tomograms.
     classes : (n,) int32 or None
+        As the list has them.
     scores : (n,) float64 or None
         Of the program that wrote the list; higher is better, ``nan`` where there is none.
     volume_axes : (n, 3, 3) float64 or None
@@ -213,8 +287,8 @@ class ParticleSet:
     """
 
     names: tuple[str, ...]
-    volume_paths: tuple[Path, ...]
-    weight_paths: tuple[Weight | None, ...]
+    volume_paths: Sequence[Path]
+    weight_paths: Sequence[Weight | None]
     poses: Poses
     half: NDArray[np.int8]
     tomograms: tuple[str, ...]
@@ -223,6 +297,7 @@ class ParticleSet:
     pixel_size_source: str
     box_size: int
     premultiplied: bool = False
+    noise_groups: NDArray[np.int32] | None = None
     source: Any = field(default=None, repr=False, compare=False)
     coordinates: Coordinates | None = None
     classes: NDArray[np.int32] | None = None
@@ -235,13 +310,23 @@ class ParticleSet:
         return len(self.names)
 
     @property
+    def wedges(self) -> dict[tuple[TiltRange, ...], list[int]]:
+        """Wedges that the list gives by tilts, and the rows of each; empty where it names volumes only."""
+        rows: dict[tuple[TiltRange, ...], list[int]] = {}
+        if isinstance(self.weight_paths, tuple):  # other sequences make a path when it is asked for, and hold nothing else
+            for row, weight in enumerate(self.weight_paths):
+                if isinstance(weight, tuple):
+                    rows.setdefault(weight, []).append(row)
+        return rows
+
+    @property
     def tilt_ranges_deg(self) -> FloatArray | None:
         """(n, 2) lowest and highest tilt about y of particles whose list gives a wedge by such angles, ``nan`` for others; None without any."""
         ranges = np.full((len(self), 2), np.nan)
-        for row, weight in enumerate(self.weight_paths):
-            if isinstance(weight, tuple) and len(weight) == 1 and weight[0].tilt_axis == "y" and weight[0].turn is None:
-                low, high = weight[0].tilt_min_deg, weight[0].tilt_max_deg
-                ranges[row] = (-high, -low) if weight[0].flip else (low, high)
+        for wedge, rows in self.wedges.items():
+            if len(wedge) == 1 and wedge[0].tilt_axis == "y" and wedge[0].turn is None:
+                low, high = wedge[0].tilt_min_deg, wedge[0].tilt_max_deg
+                ranges[rows] = (-high, -low) if wedge[0].flip else (low, high)
         return None if np.isnan(ranges).all() else ranges
 
     def shifts_voxels(self) -> FloatArray:
@@ -289,6 +374,7 @@ class ParticleSet:
             half=self.half[index],
             tomograms=tuple(self.tomograms[i] for i in index),
             groups=self.groups[index],
+            noise_groups=None if self.noise_groups is None else self.noise_groups[index],
             source=source,
             coordinates=None if self.coordinates is None else self.coordinates.take(index),
             classes=None if self.classes is None else self.classes[index],

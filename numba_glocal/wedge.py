@@ -72,6 +72,13 @@ def half_layout(data: NDArray[Any], box_size: int, name: object = "weights") -> 
     return half if half.flags.writeable else half.copy()
 
 
+def full_layout(half: NDArray[Any], box_size: int) -> NDArray[np.float32]:
+    """Weights (n, n, n//2+1) as the volume that RELION reads: the whole spectrum (n, n, n), its origin at the centre voxel."""
+    opposite = -np.arange(box_size) % box_size
+    negative = half[opposite][:, opposite][:, :, 1 : (box_size + 1) // 2][:, :, ::-1]
+    return np.fft.fftshift(np.concatenate([half, negative], axis=2)).astype(np.float32)
+
+
 def _from_half_z(data: NDArray[Any], n: int) -> NDArray[Any]:
     """From ``[kz >= 0, ky, kx]`` to ``[kz, ky, kx >= 0]`` by w(-k) = w(k)."""
     h = n // 2 + 1

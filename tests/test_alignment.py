@@ -79,7 +79,7 @@ class FakeSession:
         self.searched_from.append(starts.shifts_angst.copy())
         return Candidates(starts.rotations, starts.shifts_angst + [5.0, 0, 0], starts.scores + 1.0)
 
-    def refine(self, candidates, anchor_angst):
+    def refine(self, candidates, anchor_angst, most_steps):
         count = len(candidates)
         nothing = np.zeros(count)
         shifts = candidates.shifts_angst[:, 0] + [0.0, 1.0, 0]

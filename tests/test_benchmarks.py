@@ -232,6 +232,15 @@ def test_accuracy(tiny_set: Path, tmp_path: Path) -> None:
     assert 0 < limit["true_map_median_deg"] <= limit["true_map_p90_deg"] <= limit["true_map_worst_deg"]
 
 
+def test_star_rows(tmp_path: Path) -> None:
+    """Every step is timed, and what is written holds what was read."""
+    load("star_rows").main(["--quick"], tmp_path)
+    rows = json.loads((tmp_path / "star_rows.json").read_text())["rows"]
+    assert [row["step"] for row in rows] == ["read_star", "write_star", "read_particles", "write_particles"]
+    assert all(row["rows"] == 2000 and row["seconds"] > 0 and row["peak_gib"] > 0 for row in rows)
+    assert rows[1]["same_tokens"] is True
+
+
 @pytest.mark.slow
 def test_scaling(tmp_path: Path) -> None:
     """Rates follow from the iterations' seconds, efficiency from the rates; one worker and two give the same bits."""

@@ -238,10 +238,3 @@ def test_weights_are_looked_at_before_work(made, tmp_path):
     for kind in (AlignSettings, AverageSettings):
         with pytest.raises(VolumeError, match=r"empty\.mrc.*leaves nothing"):
             prepare_job(kind(str(tmp_path / "list.star"), "run"))
-
-
-def test_flcf_with_a_mask_file_is_refused(made, tmp_path):
-    grid = np.indices((BOX,) * 3) - BOX // 2
-    ball = write(tmp_path / "ball.mrc", (grid**2).sum(0) <= 6**2)
-    with pytest.raises(SettingsError, match="--score flcf"):
-        job(made, score="flcf", mask=ball)

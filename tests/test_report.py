@@ -160,3 +160,29 @@ def test_odd_values_do_not_break_the_page():
 def test_long_lists_of_bad_particles_are_cut():
     html = render_report(ReportData("x", bad_particles=[(f"p{i}.mrc", "constant") for i in range(130)]))
     assert html.count("constant") == 50 and "and 80 more" in html and "130 particles were left out" in html
+
+
+def test_noise_of_groups_is_a_table_and_of_many_a_range():
+    rows = [[1.0, 0.02, 0.9, 1.2], [0.75, 0.02, 1.1, 0.8]]
+    page = render_report(ReportData("run", noise={"1": rows, "2": rows[::-1]}, noise_groups=("thick", "thin")))
+    assert "<h2>Noise</h2>" in page
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index("<h2>Noise</h2>") :])
+    assert cells[:14] == [
+        "thick",
+        "1 (0.02)",
+        "0.9",
+        "1.2",
+        "0.75 (0.02)",
+        "1.1",
+        "0.8",
+        "thin",
+        "0.75 (0.02)",
+        "1.1",
+        "0.8",
+        "1 (0.02)",
+        "0.9",
+        "1.2",
+    ]
+    many = ReportData("run", noise={"1": rows * 10, "2": rows * 10}, noise_groups=tuple("abcdefghijklmnopqrst"))
+    assert "<td>all 20</td>" in render_report(many) and "0.9 to 1.1" in render_report(many)
+    assert "<h2>Noise</h2>" not in render_report(ReportData("run", noise={"1": rows[:1], "2": rows[:1]}, noise_groups=("all",)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +23,13 @@ from ..fourier import (
     padded_spectrum,
 )
 from ..masks import spherical_mask
-from ..noise import N_WEIGHT_BINS, TABLE_SIZE, WEIGHT_BIN_EDGES, ResidualPower
+from ..noise import TABLE_SIZE, WEIGHT_BIN_EDGES, GroupResiduals, NoiseModel, ResidualPower, relative_inverse_sigma2
 from ..pose_prior import ParticlePrior, PosePrior
 from ..shifts import angst_to_voxels, voxels_to_angst
 from . import interpolation as kernels
 from . import lines
 from .cache import ByteCache
-from .newton import End, add_prior, climb, unpack_normal_equations
+from .newton import MAX_STEPS, End, add_prior, climb, unpack_normal_equations
 from .protocols import (
     Candidates,
     Grid,
@@ -41,6 +42,7 @@ from .protocols import (
     WeightedSum,
     no_candidates,
 )
+from .turned_mask import TurnedMask
 
 _SCALE = np.float32(PAD)
 _COLUMN_GROUP_BYTES = 64 << 20
@@ -78,6 +80,15 @@ class _SumParticle:
     weight: NDArray[np.float32]
     weight_max: float
     signed: bool
+
+
+class _Noise:
+    """A group's noise model as the kernels take it."""
+
+    def __init__(self, model: NoiseModel) -> None:
+        self.inverse_sigma2 = model.inverse_sigma2()
+        self.inverse_tables = {signed: model.inverse_table(signed) for signed in (False, True)}
+        self.gain = np.float32(model.gain)
 
 
 def _flat(spectrum: NDArray[np.complex64]) -> NDArray[np.float32]:
@@ -130,11 +141,13 @@ class CPUSearchSession:
         self._offset = padded_offset(self._reach)
         self._reference = _flat(padded_spectrum(setup.reference, self._reach))
         self._curvature = kernels.interpolation_curvature(setup.reference, self._n)
-        self._inverse_sigma2 = setup.noise.inverse_sigma2()
-        self._inverse_tables = {signed: setup.noise.inverse_table(signed) for signed in (False, True)}
+        self._noise = [_Noise(model) for model in setup.models]
+        self._groups: NDArray[np.int32] = np.zeros(0, np.int32)
         self._mask = spherical_mask(self._n, setup.particle_mask.radius_voxels, setup.particle_mask.soft_edge_voxels)
         self._mask_mean_square = float((self._mask.astype(np.float64) ** 2).mean())
+        self._local_mask = TurnedMask(setup.local_mask) if setup.score == "flcf" and setup.local_mask is not None else None
         self._templates_cache = ByteCache(_TEMPLATE_CACHE_BYTES)
+        self._local_spectra: dict[tuple[int, float], NDArray[np.complex64]] = {}
         self._sigma_maps: dict[tuple[int, float], NDArray[np.float32]] = {}
         self._powers: dict[tuple[int, float], float] = {}
         self._particles: list[_Particle | None] = []
@@ -146,6 +159,7 @@ class CPUSearchSession:
     def load(self, particles: ParticleBatch, prior: PosePrior | None = None) -> list[tuple[int, str]]:
         """Masks, pads and transforms what the cache does not hold; returns (index, reason) of unusable particles."""
         self.unload()
+        self._groups = particles.groups_of(self.setup.models)
         self._prior = prior
         bad: list[tuple[int, str]] = []
         unmasked = self.setup.score == "flcf"
@@ -236,6 +250,8 @@ class CPUSearchSession:
         scores = np.full((len(work), len(level.rotations)), -np.inf)
         shift_rows = np.zeros((len(work), len(level.rotations)), np.int32)
         group = max(16, min(512, _COLUMN_GROUP_BYTES // (band.n_pairs * 24)))
+        if self._local_mask is not None:  # a deviation for each rotation and shift
+            group = max(1, min(group, _COLUMN_GROUP_BYTES // (4 * len(cube.inside) * (len(level.rotations) + lines.LANES))))
         for first in range(0, len(work), group):
             part = slice(first, min(first + group, len(work)))
             self._score(work[part], starts, anchor_angst, band, cube, templates, powers, level.rotations, scores[part], shift_rows[part])
@@ -258,12 +274,16 @@ class CPUSearchSession:
         count = len(work)
         columns = np.empty((count, 4 * band.n_pairs), np.float32)
         den_weight = np.empty((count, 2 * band.n_pairs), np.float32)
-        multiplier = np.ones((count, len(cube.inside)), np.float32)
+        blocks = -(-len(level_rotations) // lines.LANES)
+        if self._local_mask is None:
+            multiplier = np.ones((count, len(cube.inside)), np.float32)
+        else:
+            multiplier = np.zeros((blocks, count, len(cube.inside), lines.LANES), np.float32)
         bias = np.zeros((count, len(cube.inside)), np.float32)
         trial_angst = voxels_to_angst(cube.shifts_voxels[cube.inside], grid.pixel_size_angst, grid.box_size, n)
         top = int(math.floor(band.k_max + 1e-6))
         for i, (p, s) in enumerate(work):
-            particle = self._particles[p]
+            particle, noise = self._particles[p], self._noise[self._groups[p]]
             assert particle is not None
             rotation, shift_angst = starts.rotations[p, s], starts.shifts_angst[p, s]
             shift = angst_to_voxels(shift_angst, grid.pixel_size_angst, grid.box_size, n)
@@ -274,9 +294,9 @@ class CPUSearchSession:
                 particle.offset,
                 self._packed(particle.weight),
                 n,
-                self._inverse_tables[particle.signed],
+                noise.inverse_tables[particle.signed],
                 self._table_scale(particle),
-                self._inverse_sigma2,
+                noise.inverse_sigma2,
                 band.radius,
                 band.points,
                 band.lattice,
@@ -287,11 +307,19 @@ class CPUSearchSession:
                 columns[i],
                 den_weight[i],
             )
+            if noise.gain != 1:
+                columns[i] *= noise.gain
+                den_weight[i] *= noise.gain * noise.gain
             places_angst = shift_angst + trial_angst @ rotation.T
             if np.isfinite(setup.max_shift_angst):
                 outside = np.linalg.norm(places_angst - anchor_angst[p], axis=1) > setup.max_shift_angst * (1 + 1e-6) + 1e-6
                 bias[i, outside] = -np.inf
-            if setup.score == "flcf":
+            if self._local_mask is not None:
+                inverse = 1.0 / self._sigma_turned(p, band.k_max, rotation @ level_rotations, places_angst)
+                for block in range(blocks):
+                    lanes = inverse[block * lines.LANES : (block + 1) * lines.LANES]
+                    multiplier[block, i, :, : len(lanes)] = lanes.T
+            elif setup.score == "flcf":
                 multiplier[i] = 1.0 / self._sigma_at(p, band.k_max, places_angst)
             if self._prior is not None:
                 bias[i] -= 0.5 * self._prior_of(p).shift_loss(places_angst)  # a score is 2 num - den2
@@ -303,7 +331,8 @@ class CPUSearchSession:
         best = np.empty((tile, lines.LANES), np.float32)
         best_row = np.empty((tile, lines.LANES), np.int32)
         rotations = len(powers)
-        for block in range(-(-rotations // lines.LANES)):
+        for block in range(blocks):
+            factors = multiplier if self._local_mask is None else multiplier[block]
             a0 = block * lines.LANES
             a1 = min(rotations, a0 + lines.LANES)
             for p0 in range(0, count, tile):
@@ -318,7 +347,7 @@ class CPUSearchSession:
                     coefficients,
                     steps,
                     cube.inside,
-                    multiplier[p0:p1],
+                    factors[p0:p1],
                     bias[p0:p1],
                     scratch,
                     best[: p1 - p0],
@@ -381,13 +410,15 @@ class CPUSearchSession:
 
     # -- normalisations ----------------------------------------------------------------------------------------------
 
-    def _weights_on_grid(self, particle: _Particle, k_max: float) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Mask of the band, C and w on the particle's own grid band."""
+    def _weights_on_grid(self, p: int, k_max: float) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Mask of the band, C and w on a particle's own grid band."""
+        particle, noise = self._particles[p], self._noise[self._groups[p]]
+        assert particle is not None
         band = particle.band
         inside = (band.radius2 <= k_max * k_max + 1e-6) & (band.radius2 >= self.setup.k_min**2 - 1e-6)
         ctf = particle.weight.ravel()[band.index]
         place = np.minimum((np.abs(ctf) * self._table_scale(particle) + 0.5).astype(np.int64), TABLE_SIZE - 1)
-        w = self._inverse_sigma2[band.shell] * self._inverse_tables[particle.signed][place]
+        w = noise.inverse_sigma2[band.shell] * noise.inverse_tables[particle.signed][place]
         return inside, ctf, w
 
     def _power(self, p: int, k_max: float) -> float:
@@ -396,27 +427,25 @@ class CPUSearchSession:
         if found is None:
             particle = self._particles[p]
             assert particle is not None
-            inside, ctf, w = self._weights_on_grid(particle, k_max)
+            inside, ctf, w = self._weights_on_grid(p, k_max)
             used = inside & (ctf != 0)
             found = max(float((w[used] * np.abs(particle.spectrum[used]) ** 2).sum(dtype=np.float64)), 1e-30)
             self._powers[(p, k_max)] = found
         return found
 
     def _flcf_factor(self) -> float:
-        return math.sqrt(2.0 / (self._n**3 * float(self._mask.sum(dtype=np.float64))))
+        total = self._local_mask.total if self._local_mask is not None else float(self._mask.sum(dtype=np.float64))
+        return math.sqrt(2.0 / (self._n**3 * total))
 
-    def _sigma_map(self, p: int, k_max: float) -> NDArray[np.float32]:
-        """Standard deviation of the w-filtered, unmasked particle under the mask moved by every whole-voxel shift."""
-        found = self._sigma_maps.get((p, k_max))
-        if found is not None:
-            return found
-        particle = self._particles[p]
+    def _filtered(self, p: int, k_max: float) -> NDArray[np.float32]:
+        """The unmasked particle, filtered to the band and by the square root of w."""
+        particle, noise = self._particles[p], self._noise[self._groups[p]]
         assert particle is not None and particle.grid_unmasked is not None
         n = self._n
         shells = grid_shells(n)
         place = np.minimum((np.abs(particle.weight) * self._table_scale(particle) + 0.5).astype(np.int64), TABLE_SIZE - 1)
-        inverse = self._inverse_sigma2[np.minimum(shells, len(self._inverse_sigma2) - 1)]
-        amplitude = np.sqrt(inverse * self._inverse_tables[particle.signed][place])
+        inverse = noise.inverse_sigma2[np.minimum(shells, len(noise.inverse_sigma2) - 1)]
+        amplitude = np.sqrt(inverse * noise.inverse_tables[particle.signed][place])
         band = np.zeros(shells.size, bool)
         inside = (particle.band.radius2 <= k_max * k_max + 1e-6) & (particle.band.radius2 >= self.setup.k_min**2 - 1e-6)
         band[particle.band.index[inside]] = True
@@ -424,7 +453,24 @@ class CPUSearchSession:
         mirrored = np.roll(whole[::-1, ::-1, 0], (1, 1), (0, 1))  # the other halves of Friedel pairs on kx = 0
         whole[:, :, 0] |= mirrored
         whole &= particle.weight != 0
-        x = centred_irfftn((particle.grid_unmasked * amplitude * whole).astype(np.complex64), n)
+        return centred_irfftn((particle.grid_unmasked * amplitude * whole).astype(np.complex64), n)
+
+    def _sigma_turned(self, p: int, k_max: float, rotations: NDArray[np.float64], places_angst: NDArray[np.float64]) -> NDArray[np.float32]:
+        """sigma under the reference's mask at every rotation (a, 3, 3) and shift (t, 3): (a, t)."""
+        assert self._local_mask is not None
+        spectra = self._local_spectra.get((p, k_max))
+        if spectra is None:
+            spectra = self._local_spectra[(p, k_max)] = self._local_mask.spectra(self._filtered(p, k_max))
+        grid = self.setup.grid
+        return self._local_mask.deviations(spectra, rotations, angst_to_voxels(places_angst, grid.pixel_size_angst, grid.box_size, self._n))
+
+    def _sigma_map(self, p: int, k_max: float) -> NDArray[np.float32]:
+        """Standard deviation of the w-filtered, unmasked particle under the sphere moved by every whole-voxel shift."""
+        found = self._sigma_maps.get((p, k_max))
+        if found is not None:
+            return found
+        n = self._n
+        x = self._filtered(p, k_max)
         mask = centred_rfftn(self._mask)
         count = float(self._mask.sum(dtype=np.float64))
 
@@ -448,7 +494,7 @@ class CPUSearchSession:
 
     # -- refinement --------------------------------------------------------------------------------------------------
 
-    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64]) -> PoseEstimates:
+    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64], most_steps: int = MAX_STEPS) -> PoseEstimates:
         """Exact Gauss-Newton of every candidate on the particle's own grid samples; keeps the best of each particle."""
         count = len(self._particles)
         out = PoseEstimates(
@@ -470,6 +516,7 @@ class CPUSearchSession:
         for p, particle in enumerate(self._particles):
             if particle is None:
                 continue
+            noise = self._noise[self._groups[p]]
             used = kernels.select_samples(
                 particle.weight.ravel(),
                 band.index,
@@ -477,9 +524,9 @@ class CPUSearchSession:
                 band.radius2,
                 band.k,
                 particle.spectrum,
-                self._inverse_tables[particle.signed],
+                noise.inverse_tables[particle.signed],
                 self._table_scale(particle),
-                self._inverse_sigma2,
+                noise.inverse_sigma2,
                 self.setup.k_min**2 - 1e-6,
                 k_max * k_max + 1e-6,
                 k,
@@ -487,10 +534,12 @@ class CPUSearchSession:
                 ctf,
                 weight,
             )
+            if noise.gain != 1:
+                ctf[:used] *= noise.gain
             samples = k[:used], data[:used], ctf[:used], weight[:used]
             power = float((weight[:used] * (data[:used].real ** 2 + data[:used].imag ** 2)).sum(dtype=np.float64))
             ends = [
-                self._climb(samples, p, candidates.rotations[p, s], candidates.shifts_angst[p, s], anchor_angst[p])
+                self._climb(samples, p, candidates.rotations[p, s], candidates.shifts_angst[p, s], anchor_angst[p], most_steps)
                 for s in range(candidates.scores.shape[1])
                 if candidates.scores[p, s] > -np.inf
             ]
@@ -531,9 +580,10 @@ class CPUSearchSession:
         rotation: NDArray[np.float64],
         shift_angst: NDArray[np.float64],
         anchor_angst: NDArray[np.float64],
+        most_steps: int,
     ) -> End:
         prior = None if self._prior is None else self._prior_of(p)
-        steps = climb(rotation, shift_angst, anchor_angst, self.setup.max_shift_angst, self._unit_angst(), prior)
+        steps = climb(rotation, shift_angst, anchor_angst, self.setup.max_shift_angst, self._unit_angst(), prior, most_steps)
         pose = next(steps)
         while True:
             try:
@@ -582,20 +632,36 @@ class CPUSearchSession:
         else:
             assert particle.grid_unmasked is not None
             k_max = min(self.setup.k_max, float(self._reach))
-            inside, _, _ = self._weights_on_grid(particle, k_max)
+            inside, _, _ = self._weights_on_grid(p, k_max)
             inside &= particle.weight.ravel()[particle.band.index] != 0
             unmasked = particle.grid_unmasked.ravel()[particle.band.index[inside]]
             num = self._sums((samples[0], np.ascontiguousarray(unmasked), *samples[2:]), rotation, shift_angst)[27]
-            sigma = float(self._sigma_at(p, k_max, shift_angst[None])[0])
+            if self._local_mask is None:
+                sigma = float(self._sigma_at(p, k_max, shift_angst[None])[0])
+            else:
+                sigma = float(self._sigma_turned(p, k_max, rotation[None], shift_angst[None])[0, 0])
             out.scores[p] = num / (math.sqrt(den) * sigma) * self._flcf_factor()
 
     # -- residuals ---------------------------------------------------------------------------------------------------
 
-    def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> ResidualPower:
-        """Residual power by weight and shell at given poses; beyond the reference's band the whole power."""
+    def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> GroupResiduals:
+        """Residual power by group, weight and shell at given poses; beyond the reference's band the whole power."""
+        residuals: GroupResiduals = {}
+        groups = [int(group) for group in self._groups]
+        self._add_residuals(rotations, shifts_angst, lambda p: residuals.setdefault(groups[p], ResidualPower.empty(self._n // 2 + 1)))
+        return residuals
+
+    def residuals_each(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> tuple[ResidualPower, NDArray[np.bool_]]:
+        """The same for every particle by itself, and whether its weight is a signed CTF."""
+        each = [ResidualPower.empty(self._n // 2 + 1) for _ in self._particles]
+        self._add_residuals(rotations, shifts_angst, each.__getitem__)
+        signed = np.array([particle is not None and particle.signed for particle in self._particles], bool)
+        return ResidualPower.stacked(each), signed
+
+    def _add_residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64], target: Callable[[int], ResidualPower]) -> None:
+        """Adds each usable particle's residual power to its target."""
         grid, n = self.setup.grid, self._n
         band = grid_band(n, float(max_band(n)))
-        power = ResidualPower.empty(n // 2 + 1)
         reached = np.flatnonzero(band.radius2 <= min(self.setup.k_max, float(self._reach)) ** 2 + 1e-6)
         points = np.ascontiguousarray(band.k[reached])
         values = np.empty(len(reached), np.complex64)
@@ -604,7 +670,9 @@ class CPUSearchSession:
             if particle is None:
                 continue
             kernels.gather(self._reference, 2 * self._offset + 1, self._offset, points, _matrix(rotations[p]), _SCALE, values, self._curvature)
-            model[reached] = values
+            power = target(p)
+            gain = self._noise[int(self._groups[p])].gain
+            model[reached] = values if gain == 1 else values * gain
             shift = angst_to_voxels(shifts_angst[p], grid.pixel_size_angst, grid.box_size, n)
             kernels.residual_power(
                 model,
@@ -621,13 +689,11 @@ class CPUSearchSession:
                 power.count,
                 power.weight_sum,
             )
-        assert power.power.shape[0] == N_WEIGHT_BINS
-        return power
 
     def unload(self) -> None:
         """Lets go of the loaded particles; the cache keeps what its budget allows."""
         self._particles = []
-        self._sigma_maps = {}
+        self._sigma_maps, self._local_spectra = {}, {}
         self._powers = {}
 
     def close(self) -> None:
@@ -648,13 +714,21 @@ class CPUSumSession:
         self._offset = padded_offset(self._n // 2 - 1)
         rows, columns = 2 * self._offset + 1, self._offset + 2
         self._sums = np.zeros(rows * rows * columns * 4, np.float32)
-        self._tables = {signed: setup.noise.inverse_table(signed) for signed in (False, True)}
+        self._noise = [_Noise(model) for model in setup.models]
+        self._relative = relative_inverse_sigma2(setup.models)
         self._count = 0
 
-    def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
-        """Inserts particles at their poses; returns (index, reason) of those left out."""
+    def add(
+        self,
+        particles: ParticleBatch,
+        rotations: NDArray[np.float64],
+        shifts_angst: NDArray[np.float64],
+        shares: NDArray[np.float64] | None = None,
+    ) -> list[tuple[int, str]]:
+        """Inserts particles at their poses, by their shares; returns (index, reason) of those left out."""
         grid, n, band = self.setup.grid, self._n, self._band
         bad = []
+        groups = particles.groups_of(self.setup.models)
         numerator, denominator = np.empty(len(band.index), np.complex64), np.empty(len(band.index), np.float32)
         for index, name in enumerate(particles.keys):
             key = ("sum", name, grid, self.setup.normalise_mask)
@@ -674,6 +748,8 @@ class CPUSumSession:
                     bool(weight.min() < -0.05 * weight_max),
                 )
                 self._cache.put(key, particle, particle.spectrum.nbytes)
+            group = groups[index]
+            noise = self._noise[group]
             shift = angst_to_voxels(shifts_angst[index], grid.pixel_size_angst, grid.box_size, n)
             kernels.sum_samples(
                 particle.weight.ravel(),
@@ -681,11 +757,18 @@ class CPUSumSession:
                 band.k,
                 particle.spectrum,
                 _tables(shift, n, n // 2),
-                self._tables[particle.signed],
+                noise.inverse_tables[particle.signed],
                 np.float32((TABLE_SIZE - 1) / max(particle.weight_max, 1e-30)),
                 numerator,
                 denominator,
             )
+            if len(self._noise) > 1 or noise.gain != 1:
+                weight_by_sample = self._relative[group][band.shell]
+                numerator *= weight_by_sample * noise.gain
+                denominator *= weight_by_sample * (noise.gain * noise.gain)
+            if shares is not None:
+                numerator *= np.float32(shares[index])
+                denominator *= np.float32(shares[index])
             kernels.insert(self._sums, 2 * self._offset + 1, self._offset, band.k, _matrix(rotations[index]), _SCALE, numerator, denominator)
             self._count += 1
         return bad

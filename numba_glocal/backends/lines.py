@@ -315,7 +315,8 @@ def search_block(
         m.
     inside : (b,) int64
         Rows of the shift cube that may be chosen.
-    multiplier, bias : (particles, b) float32
+    multiplier : (particles, b) or, where it depends on the rotation too, (particles, b, 16) float32
+    bias : (particles, b) float32
         The score to maximise is ``num * multiplier + bias``.
     scratch : float32
         At least `scratch_size` long.
@@ -396,7 +397,7 @@ def search_block(
             shift = inside[b]
             ix, rest = shift // (width * width), shift % (width * width)
             m = (ix + 1) // 2
-            factor, offset = multiplier[p, b], bias[p, b]
+            offset = bias[p, b]
             # exp(i phi) B, real part: cos Br - sin Bi for +m, cos Br + sin Bi for -m
             sign = np.float32(-1.0) if ix % 2 == 1 else np.float32(1.0)
             at = base + (2 * m * width * width + rest) * LANES
@@ -404,7 +405,10 @@ def search_block(
                 value = scratch[at + lane]
                 if m > 0:
                     value += sign * scratch[at + cube_rows + lane]
-                value = value * factor + offset
+                if multiplier.ndim == 3:
+                    value = value * multiplier[p, b, lane] + offset
+                else:
+                    value = value * multiplier[p, b] + offset
                 if value > best[p, lane]:
                     best[p, lane] = value
                     best_shift[p, lane] = shift

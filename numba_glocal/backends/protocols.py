@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..noise import NoiseModel, ResidualPower
+from ..noise import GroupResiduals, NoiseModel, NoiseModels, ResidualPower, as_models
 from ..pose_prior import PosePrior
+from .newton import MAX_STEPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +65,32 @@ class SearchSetup:
     reference : (n, n, n) float32
         Already masked, zero mean, in grey units of the particles.
     particle_mask : ParticleMask
-    noise : NoiseModel
+    noise : NoiseModel or tuple of NoiseModel
+        One for each group of particles (`ParticleBatch.groups`); a single one is that of all.
     score : str
         One of `values.SCORES`; decides which candidate wins and what is reported. Refinement always maximises the likelihood.
     k_min, k_max : float
         Band limits in 1 / box; levels may use less.
     max_shift_angst : float
         Hard limit of the distance from the anchor, at every level and in the refinement; inf for none.
+    local_mask : (n, n, n) float32, optional
+        What flcf takes the local deviation under, turned and moved with the reference; by default the particles' sphere, only moved.
     """
 
     grid: Grid
     reference: NDArray[np.float32]
     particle_mask: ParticleMask
-    noise: NoiseModel
+    noise: NoiseModel | NoiseModels
     score: str = "ml"
     k_min: float = 0.0
     k_max: float = 0.0
     max_shift_angst: float = float("inf")
+    local_mask: NDArray[np.float32] | None = None
+
+    @property
+    def models(self) -> NoiseModels:
+        """Noise by group."""
+        return as_models(self.noise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +102,19 @@ class SumSetup:
     grid : Grid
     normalise_mask : ParticleMask
         Particles have mean 0 and deviation 1 outside it.
-    noise : NoiseModel
-        Only the form of V is used: weights are ``w = 1 / V``.
+    noise : NoiseModel or tuple of NoiseModel
+        One for each group of particles. Of a single one only the form of V is used: weights are ``w = 1 / V``. Of several also how their sigma2
+        compare (`noise.relative_inverse_sigma2`). C is multiplied by the gain.
     """
 
     grid: Grid
     normalise_mask: ParticleMask
-    noise: NoiseModel
+    noise: NoiseModel | NoiseModels
+
+    @property
+    def models(self) -> NoiseModels:
+        """Noise by group."""
+        return as_models(self.noise)
 
 
 NOT_FINITE = "it holds values that are not finite"
@@ -145,12 +161,34 @@ class ParticleBatch:
         normalises particles itself may use it instead of `read`. Only for particles that are not binned. Raises BadParticleError.
     normalisation : Normalisation, optional
         What `read` does beyond `read_raw`.
+    groups : (n,) int32, optional
+        Which of the setup's noise models is whose; None: all have the first.
     """
 
     keys: tuple[str, ...]
     read: Callable[[int], tuple[NDArray[np.float32], NDArray[np.float32]]]
     read_raw: Callable[[int, NDArray[np.float32]], NDArray[np.float32]] | None = None
     normalisation: Normalisation | None = None
+    groups: NDArray[np.int32] | None = None
+
+    def groups_of(self, models: NoiseModels) -> NDArray[np.int32]:
+        """Rows of `models`, one a particle."""
+        if self.groups is None:
+            return np.zeros(len(self.keys), np.int32)
+        if len(self.groups) != len(self.keys) or np.any((self.groups < 0) | (self.groups >= len(models))):
+            raise ValueError(f"expected a group from 0 to {len(models) - 1} for each of {len(self.keys)} particles, found {self.groups}")
+        return np.asarray(self.groups, np.int32)
+
+    def take(self, rows: Sequence[int]) -> ParticleBatch:
+        """Those at `rows`, in that order."""
+        read, read_raw = self.read, self.read_raw
+        return ParticleBatch(
+            tuple(self.keys[row] for row in rows),
+            lambda index: read(rows[index]),
+            None if read_raw is None else lambda index, out: read_raw(rows[index], out),
+            self.normalisation,
+            None if self.groups is None else self.groups[list(rows)],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +276,9 @@ class WeightedSum:
     Attributes
     ----------
     numerator : (2 c + 1, 2 c + 1, c + 2) complex
-        Sum of ``w C X``; frequency 0 at ``[c, c, 0]``, two rows a frequency.
+        Sum of ``w g C X``, g the gain; frequency 0 at ``[c, c, 0]``, two rows a frequency.
     denominator : same shape, real
-        Sum of ``w C^2``.
+        Sum of ``w g^2 C^2``.
     n_particles : int
     """
 
@@ -269,11 +307,14 @@ class SearchSession(Protocol):
     def search(self, starts: Candidates, anchor_angst: NDArray[np.float64], level: SearchLevel) -> Candidates:
         """Best candidates around each start; `anchor_angst` (p, 3) is the centre of the hard shift limit."""
 
-    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64]) -> PoseEstimates:
-        """Exact Gauss-Newton of every candidate; the best of each particle."""
+    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64], most_steps: int = MAX_STEPS) -> PoseEstimates:
+        """Exact Gauss-Newton of every candidate; the best of each particle. With `most_steps` 0 the candidates as they are."""
 
-    def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> ResidualPower:
-        """Residual power at given poses, beyond `k_max` the whole power."""
+    def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> GroupResiduals:
+        """Residual power of each group at given poses, beyond `k_max` the whole power."""
+
+    def residuals_each(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> tuple[ResidualPower, NDArray[np.bool_]]:
+        """The same for every particle by itself, (p, bins, shells), and whether its weight is a signed CTF (p,); zeros for unusable ones."""
 
     def unload(self) -> None:
         """Lets go of the loaded particles; what the backend's cache keeps stays."""
@@ -285,8 +326,14 @@ class SearchSession(Protocol):
 class SumSession(Protocol):
     """Sums of one half-set."""
 
-    def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
-        """Adds particles at poses; returns (index, reason) of those left out."""
+    def add(
+        self,
+        particles: ParticleBatch,
+        rotations: NDArray[np.float64],
+        shifts_angst: NDArray[np.float64],
+        shares: NDArray[np.float64] | None = None,
+    ) -> list[tuple[int, str]]:
+        """Adds particles at poses, each as much as its share (p,) says, wholly by default; returns (index, reason) of those left out."""
 
     def result(self) -> WeightedSum:
         """What has been added."""

@@ -8,6 +8,7 @@ about 24 voxels.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,9 @@ from scipy import ndimage, optimize
 from scipy.spatial.transform import Rotation
 
 from ..errors import BadParticleError
-from ..noise import WEIGHT_BIN_EDGES, NoiseModel, ResidualPower
+from ..noise import WEIGHT_BIN_EDGES, GroupResiduals, NoiseModel, ResidualPower, add_residuals
 from ..pose_prior import PosePrior
+from .newton import MAX_STEPS
 from .protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, WeightedSum, no_candidates
 
 Float = NDArray[np.float64]
@@ -39,7 +41,7 @@ class _Samples:
     shell: NDArray[np.int64]
     data: Complex  # X
     unmasked: Complex  # Xu
-    weight: Float  # C
+    weight: Float  # gain C
     inverse_variance: Float  # w
 
     def within(self, k_min: float, k_max: float) -> _Samples:
@@ -55,6 +57,8 @@ class _Particle:
     masked: Float
     weight: Float  # half-spectrum
     samples: _Samples
+    group: int
+    noise: NoiseModel
 
 
 def sphere(box_size: int, radius_voxels: float, soft_edge_voxels: float, centre_voxels: Float | None = None) -> Float:
@@ -105,9 +109,12 @@ def _half_space(k: Float, n: int) -> NDArray[np.bool_]:
 
 def _relative_weight(weight: Float) -> Float:
     """The a that V is a function of: ``|C| / max |C|``, squared where C is a signed CTF."""
-    largest = np.abs(weight).max()
-    a = np.abs(weight) / max(largest, 1e-30)
-    return a * a if weight.min() < -0.05 * largest else a
+    a = np.abs(weight) / max(np.abs(weight).max(), 1e-30)
+    return a * a if _is_signed(weight) else a
+
+
+def _is_signed(weight: Float) -> bool:
+    return bool(weight.min() < -0.05 * np.abs(weight).max())
 
 
 def _inverse_variance(noise: NoiseModel, weight: Float, shell: NDArray[np.int64]) -> Float:
@@ -156,16 +163,18 @@ class ReferenceSearchSession:
         mask = setup.particle_mask
         self._mask = sphere(self._n, mask.radius_voxels, mask.soft_edge_voxels)
         self._mask_mean_square = float(np.mean(self._mask**2))
+        self._local_mask = self._mask if setup.local_mask is None else np.asarray(setup.local_mask, np.float64)
         self._particles: list[_Particle | None] = []
         self._prior: PosePrior | None = None
 
     def load(self, particles: ParticleBatch, prior: PosePrior | None = None) -> list[tuple[int, str]]:
         """Masks and transforms particles; returns (index, reason) of unusable ones."""
         self._particles, bad = [], []
+        groups = particles.groups
         self._prior = prior
         for index, name in enumerate(particles.keys):
             try:
-                particle = self._prepare(*particles.read(index))
+                particle = self._prepare(*particles.read(index), 0 if groups is None else int(groups[index]))
                 if not len(particle.samples.k):
                     raise BadParticleError(name, "its weight leaves nothing in the band")
             except BadParticleError as problem:
@@ -175,8 +184,8 @@ class ReferenceSearchSession:
                 self._particles.append(particle)
         return bad
 
-    def _prepare(self, volume: NDArray[Any], weight: NDArray[Any]) -> _Particle:
-        n = self._n
+    def _prepare(self, volume: NDArray[Any], weight: NDArray[Any], group: int) -> _Particle:
+        n, noise = self._n, self.setup.models[group]
         volume, weight = np.asarray(volume, np.float64), np.asarray(weight, np.float64)
         outside = self._mask < 0.01
         volume = volume - (volume[outside].mean() if outside.any() else volume.mean())
@@ -185,9 +194,10 @@ class ReferenceSearchSession:
         radius = np.linalg.norm(k, axis=-1)
         used = _half_space(k, n) & (radius <= n // 2 - 2 + 1e-6) & (weight != 0)
         shell = np.rint(radius).astype(np.int64)
-        w = _inverse_variance(self.setup.noise, weight, shell)
-        samples = _Samples(k[used], shell[used], _half_spectrum(masked)[used], _half_spectrum(volume)[used], weight[used], w[used])
-        return _Particle(volume, masked, weight, samples)
+        w = _inverse_variance(noise, weight, shell)
+        ctf = noise.gain * weight[used]
+        samples = _Samples(k[used], shell[used], _half_spectrum(masked)[used], _half_spectrum(volume)[used], ctf, w[used])
+        return _Particle(volume, masked, weight, samples, group, noise)
 
     def _model(self, samples: _Samples, rotation: Float) -> Complex:
         """F(R^-1 k)."""
@@ -199,30 +209,42 @@ class ReferenceSearchSession:
 
     # -- scores ------------------------------------------------------------------------------------------------------
 
-    def _normalised(self, p: int, samples: _Samples, num: Float, den: Any, places_angst: Float, k_max: float) -> Float:
-        """Scores of ``num`` (.., t) at shifts (t, 3)."""
+    def _normalised(self, p: int, samples: _Samples, num: Float, den: Any, rotations: Float, places_angst: Float, k_max: float) -> Float:
+        """Scores of ``num`` (a, t) at rotations (a, 3, 3) and shifts (t, 3)."""
         if self.setup.score == "ml":
             return 2.0 * num - den
         if self.setup.score == "ncc":
             return num / np.sqrt(den * (samples.inverse_variance * np.abs(samples.data) ** 2).sum())
-        sigma = self._sigma(p, places_angst, k_max)
-        return num / (np.sqrt(den) * sigma) * math.sqrt(2.0 / (self._n**3 * self._mask.sum()))
+        sigma = self._sigma(p, rotations, places_angst, k_max)
+        return num / (np.sqrt(den) * sigma) * math.sqrt(2.0 / (self._n**3 * self._local_mask.sum()))
 
-    def _sigma(self, p: int, places_angst: Float, k_max: float) -> Float:
-        """Standard deviation of the filtered unmasked particle under the mask moved to each place (t, 3)."""
+    def _moved_masks(self, rotation: Float, shifts_voxels: Float) -> Iterator[Float]:
+        """The mask of the local deviation, turned, at each shift (t, 3): m(R^-1 (x - s)), periodic."""
+        mask, n = self.setup.particle_mask, self._n
+        turned = rotation[::-1, ::-1].T  # R^-1, acting on (z, y, x)
+        centre = np.full(3, n // 2)
+        for shift in shifts_voxels:
+            if self.setup.local_mask is None:
+                yield sphere(n, mask.radius_voxels, mask.soft_edge_voxels, shift)
+            else:
+                yield ndimage.affine_transform(self._local_mask, turned, centre - turned @ (centre + shift[::-1]), order=3, mode="grid-wrap")
+
+    def _sigma(self, p: int, rotations: Float, places_angst: Float, k_max: float) -> Float:
+        """Standard deviation of the filtered unmasked particle under the mask at each pose; (1, t) for a sphere, which no rotation changes."""
         particle = self._particles[p]
         assert particle is not None
-        n, mask = self._n, self.setup.particle_mask
+        n = self._n
         k = _frequencies(n)
         radius = np.linalg.norm(k, axis=-1)
         band = (radius <= k_max + 1e-6) & (radius >= max(self.setup.k_min - 1e-6, 0.5)) & (np.abs(k).max(-1) < n / 2) & (particle.weight != 0)
-        w = _inverse_variance(self.setup.noise, particle.weight, np.rint(radius).astype(np.int64))
+        w = _inverse_variance(particle.noise, particle.weight, np.rint(radius).astype(np.int64))
         x = _volume(_half_spectrum(particle.volume) * np.sqrt(w) * band, n)
-        out = np.empty(len(places_angst))
-        for i, place in enumerate(places_angst / self._voxel_angst):
-            moved = sphere(n, mask.radius_voxels, mask.soft_edge_voxels, place)
-            mean = (moved * x).sum() / moved.sum()
-            out[i] = math.sqrt((moved * x * x).sum() / moved.sum() - mean**2)
+        turns = rotations[:1] if self.setup.local_mask is None else rotations
+        out = np.empty((len(turns), len(places_angst)))
+        for row, rotation in enumerate(turns):
+            for i, moved in enumerate(self._moved_masks(rotation, places_angst / self._voxel_angst)):
+                mean = (moved * x).sum() / moved.sum()
+                out[row, i] = math.sqrt((moved * x * x).sum() / moved.sum() - mean**2)
         return out
 
     def _data(self, samples: _Samples) -> Complex:
@@ -268,7 +290,7 @@ class ReferenceSearchSession:
         wc = samples.inverse_variance * samples.weight
         num = (np.conj(models) @ ((wc * self._data(samples))[:, None] * self._phase(samples, places))).real
         den = (wc * samples.weight * np.abs(models) ** 2).sum(1)[:, None]
-        scores = self._normalised(p, samples, num, den, places, k_max)
+        scores = self._normalised(p, samples, num, den, rotations, places, k_max)
         if self._prior is not None:
             from_prior = np.stack([np.linalg.norm(self._turn_from_prior(p, r)) for r in rotations])
             widths = self._prior.widths
@@ -295,7 +317,7 @@ class ReferenceSearchSession:
 
     # -- refinement --------------------------------------------------------------------------------------------------
 
-    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64]) -> PoseEstimates:
+    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64], most_steps: int = MAX_STEPS) -> PoseEstimates:
         """Maximises the likelihood from every candidate with a general optimiser; keeps the best of each particle."""
         count = len(self._particles)
         nothing = np.full(count, -np.inf)
@@ -317,6 +339,8 @@ class ReferenceSearchSession:
             samples = particle.samples.within(self.setup.k_min, k_max)
             ends = [
                 self._maximise(p, samples, candidates.rotations[p, s], candidates.shifts_angst[p, s], anchor_angst[p])
+                if most_steps
+                else self._as_it_is(samples, candidates.rotations[p, s], candidates.shifts_angst[p, s])
                 for s in range(candidates.scores.shape[1])
                 if candidates.scores[p, s] > -np.inf
             ]
@@ -334,7 +358,7 @@ class ReferenceSearchSession:
                 precision += np.diag(deviations**-2.0)
             out.covariances[p] = np.linalg.inv(precision)
             wanted = num if self.setup.score != "flcf" else self.sums(samples, samples.unmasked, rotation, shift)[0]
-            out.scores[p] = self._normalised(p, samples, np.array([wanted]), den, shift[None], k_max)[0]
+            out.scores[p] = np.ravel(self._normalised(p, samples, np.array([[wanted]]), den, rotation[None], shift[None], k_max))[0]
             for other in ends[1:]:
                 angle_deg = np.rad2deg(Rotation.from_matrix(rotation.T @ other[1]).magnitude())
                 if angle_deg > 1.0 or np.linalg.norm(other[2] - shift) > self._voxel_angst:
@@ -356,6 +380,10 @@ class ReferenceSearchSession:
     def _whitened_model(self, samples: _Samples, rotation: Float, shift_angst: Float) -> Float:
         model = np.sqrt(samples.inverse_variance) * samples.weight * self._model(samples, rotation) / self._phase(samples, shift_angst)
         return np.concatenate([model.real, model.imag])
+
+    def _as_it_is(self, samples: _Samples, rotation: Float, shift_angst: Float) -> tuple[float, Float, Float, int]:
+        num, den = self.sums(samples, samples.data, rotation, shift_angst)
+        return 2.0 * num - den, rotation, shift_angst, 0
 
     def _maximise(self, p: int, samples: _Samples, rotation: Float, shift_angst: Float, anchor_angst: Float) -> tuple[float, Float, Float, int]:
         """Likelihood (less what the prior takes), pose and number of evaluations at the end of a search from one candidate."""
@@ -428,10 +456,19 @@ class ReferenceSearchSession:
 
     # -- residuals ---------------------------------------------------------------------------------------------------
 
-    def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> ResidualPower:
-        """Residual power by weight and shell at given poses; beyond the reference's band the whole power."""
+    def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> GroupResiduals:
+        """Residual power by group, weight and shell at given poses; beyond the reference's band the whole power."""
+        residuals: GroupResiduals = {}
+        each, _ = self.residuals_each(rotations, shifts_angst)
+        for p, particle in enumerate(self._particles):
+            if particle is not None:
+                add_residuals(residuals, {particle.group: ResidualPower(each.power[p], each.count[p], each.weight_sum[p])})
+        return residuals
+
+    def residuals_each(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> tuple[ResidualPower, NDArray[np.bool_]]:
+        """The same for every particle by itself, and whether its weight is a signed CTF."""
         n = self._n
-        total = ResidualPower.empty(n // 2 + 1)
+        each = [ResidualPower.empty(n // 2 + 1) for _ in self._particles]
         k = _frequencies(n)
         radius = np.linalg.norm(k, axis=-1)
         used = _half_space(k, n) & (radius <= n // 2 - 2 + 1e-6)
@@ -441,15 +478,16 @@ class ReferenceSearchSession:
             if particle is None:
                 continue
             weight = particle.weight[used]
-            model = transform_at(self._reference, k @ rotations[p]) * (radius <= min(self.setup.k_max, n // 2 - 2) + 1e-6)
+            model = particle.noise.gain * transform_at(self._reference, k @ rotations[p]) * (radius <= min(self.setup.k_max, n // 2 - 2) + 1e-6)
             model *= np.exp(-2j * np.pi / n / self._voxel_angst * (k @ shifts_angst[p]))
             residual = np.abs(_half_spectrum(particle.masked)[used] - weight * model) ** 2
             a = _relative_weight(particle.weight)[used]
             row = np.clip(np.digitize(a, WEIGHT_BIN_EDGES) - 1, 0, len(WEIGHT_BIN_EDGES) - 2)
-            np.add.at(total.power, (row, shell), residual)
-            np.add.at(total.count, (row, shell), 1.0)
-            np.add.at(total.weight_sum, (row, shell), a)
-        return total
+            np.add.at(each[p].power, (row, shell), residual)
+            np.add.at(each[p].count, (row, shell), 1.0)
+            np.add.at(each[p].weight_sum, (row, shell), a)
+        signed = [particle is not None and _is_signed(particle.weight) for particle in self._particles]
+        return ResidualPower.stacked(each), np.array(signed, bool)
 
     def unload(self) -> None:
         """Lets go of the loaded particles."""
@@ -478,8 +516,14 @@ class ReferenceSumSession:
         self._kernel_sum = np.zeros((n, n, n))
         self._count = 0
 
-    def add(self, particles: ParticleBatch, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> list[tuple[int, str]]:
-        """Adds particles at poses; returns (index, reason) of those left out."""
+    def add(
+        self,
+        particles: ParticleBatch,
+        rotations: NDArray[np.float64],
+        shifts_angst: NDArray[np.float64],
+        shares: NDArray[np.float64] | None = None,
+    ) -> list[tuple[int, str]]:
+        """Adds particles at poses, by their shares; returns (index, reason) of those left out."""
         bad = []
         for index in range(len(particles.keys)):
             try:
@@ -487,13 +531,21 @@ class ReferenceSumSession:
             except BadParticleError as problem:
                 bad.append((index, problem.reason))
                 continue
-            self._add(np.asarray(volume, np.float64), np.asarray(weight, np.float64), rotations[index], shifts_angst[index] / self._voxel_angst)
+            group = 0 if particles.groups is None else int(particles.groups[index])
+            share = 1.0 if shares is None else float(shares[index])
+            shift = shifts_angst[index] / self._voxel_angst
+            self._add(np.asarray(volume, np.float64), np.asarray(weight, np.float64), rotations[index], shift, group, share)
             self._count += 1
         return bad
 
-    def _add(self, volume: Float, weight: Float, rotation: Float, shift: Float) -> None:
-        n = self._n
-        wc = weight / self.setup.noise.variance_form(_relative_weight(weight))
+    def _add(self, volume: Float, weight: Float, rotation: Float, shift: Float, group: int, share: float) -> None:
+        n, noise = self._n, self.setup.models[group]
+        wc = share * weight / noise.variance_form(_relative_weight(weight))
+        if len(self.setup.models) > 1:  # among groups also 1 / sigma2 counts, relative to its mean
+            inverse = np.array([1.0 / model.sigma2 for model in self.setup.models])
+            shell = np.minimum(np.rint(np.linalg.norm(_frequencies(n), axis=-1)).astype(np.int64), inverse.shape[1] - 1)
+            wc = wc * (inverse[group] / inverse.mean(0))[shell]
+        wc, weight = noise.gain * wc, noise.gain * weight
         spectrum = _half_spectrum(volume)
         values = (wc * spectrum)[self._used] * np.exp(2j * np.pi / n * (self._k @ shift))
         weights = (wc * weight)[self._used]

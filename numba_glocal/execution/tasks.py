@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..alignment import ChunkResult, SearchPlan, align_chunk, search_levels
-from ..backends.protocols import Backend, Grid, ParticleMask, SearchSession, SearchSetup, SumSetup, WeightedSum
+from ..alignment import ChunkResult, ClassesResult, SearchPlan, align_chunk, align_classes, search_levels
+from ..backends.newton import MAX_STEPS
+from ..backends.protocols import Backend, Grid, ParticleBatch, ParticleMask, SearchLevel, SearchSession, SearchSetup, SumSetup, WeightedSum
 from ..errors import WorkerError
 from ..io.paths import whole_file
 from ..masks import sphere_mean_square
-from ..noise import NoiseModel
+from ..noise import NoiseModel, NoiseModels
 from ..particles import ParticleReader
 from ..pose_prior import PosePrior, PriorWidths
 from ..values import Weight
@@ -42,6 +43,8 @@ class Chunk:
         Centres of the hard shift limit.
     anchor_rotations : (p, 3, 3) float64
         Orientations that a prior is about.
+    groups : (p,) int32 or None
+        Which of a task's noise models is whose; None: all have the first.
     """
 
     half: int
@@ -53,6 +56,7 @@ class Chunk:
     shifts_angst: NDArray[np.float64]
     anchors_angst: NDArray[np.float64]
     anchor_rotations: NDArray[np.float64]
+    groups: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -76,13 +80,13 @@ class ReferenceFile:
 
 @dataclass(frozen=True, slots=True)
 class AlignTask:
-    """Search, refine and measure residuals for one chunk."""
+    """Search, refine (`most_steps` 0: only look) and measure residuals for one chunk; `local_mask` is a mask file's, for flcf."""
 
     chunk: Chunk
     reader: ParticleReader
     reference: ReferenceFile
     particle_mask: ParticleMask
-    noise: NoiseModel
+    noise: NoiseModels
     score: str
     k_min: float
     k_max: float
@@ -91,6 +95,44 @@ class AlignTask:
     radius_voxels: float
     refine: bool
     prior: PriorWidths = PriorWidths()
+    local_mask: ReferenceFile | None = None
+    most_steps: int = MAX_STEPS
+
+    @property
+    def affinity(self) -> tuple[str, ...]:
+        """What a worker may hold already."""
+        return self.chunk.names
+
+
+@dataclass(frozen=True, slots=True)
+class ClassesTask:
+    """Compare one chunk with every class of its half.
+
+    Attributes
+    ----------
+    common : AlignTask
+        All but the references, which stand below; its poses do not count.
+    references : tuple of ReferenceFile
+        Of the classes.
+    rotations : (c, p, 3, 3) float64, shifts_angst : (c, p, 3) float64
+        Starts in each class.
+    given : (p,) int64
+        Classes, where the task does not compare (``common.refine`` is False).
+    handicap : (c, p) float64
+        See `alignment.align_classes`.
+    """
+
+    common: AlignTask
+    references: tuple[ReferenceFile, ...]
+    rotations: NDArray[np.float64]
+    shifts_angst: NDArray[np.float64]
+    given: NDArray[np.int64]
+    handicap: NDArray[np.float64]
+
+    @property
+    def chunk(self) -> Chunk:
+        """The particles."""
+        return self.common.chunk
 
     @property
     def affinity(self) -> tuple[str, ...]:
@@ -100,12 +142,16 @@ class AlignTask:
 
 @dataclass(frozen=True, slots=True)
 class SumTask:
-    """Add one chunk to its half's average, each particle at ``R c`` for every turn ``c`` of (m, 3, 3); None: as it is."""
+    """Add one chunk to its half's average, each particle at ``R c`` for every turn ``c`` of (m, 3, 3); None: as it is.
+
+    Each counts as much as its share (p,) says; None: wholly.
+    """
 
     chunk: Chunk
     reader: ParticleReader
-    noise: NoiseModel
+    noise: NoiseModels
     turns: NDArray[np.float64] | None = None
+    shares: NDArray[np.float64] | None = None
 
     @property
     def affinity(self) -> tuple[str, ...]:
@@ -143,10 +189,10 @@ class WorkerState:
 
     def search_session(self, task: AlignTask) -> SearchSession:
         """The session of a task's setup, opened on first sight; the last two are kept."""
-        noise = task.noise
         text = repr((task.reader.grid, task.reference.digest, task.reference.scale, task.particle_mask, task.score, task.k_min, task.k_max))
-        text += repr((task.max_shift_angst, noise.gamma, noise.epsilon))
-        key = hashlib.blake2b(text.encode() + noise.sigma2.tobytes(), digest_size=16).digest()
+        text += repr((task.max_shift_angst, task.local_mask and task.local_mask.digest))
+        text += repr([(noise.gamma, noise.epsilon, noise.gain) for noise in task.noise])
+        key = hashlib.blake2b(text.encode() + b"".join(noise.sigma2.tobytes() for noise in task.noise), digest_size=16).digest()
         session = self.sessions.get(key)
         if session is None:
             while len(self.sessions) >= _SESSIONS:
@@ -156,11 +202,12 @@ class WorkerState:
                     task.reader.grid,
                     task.reference.read(),
                     task.particle_mask,
-                    noise,
+                    task.noise,
                     task.score,
                     task.k_min,
                     task.k_max,
                     task.max_shift_angst,
+                    None if task.local_mask is None else task.local_mask.read(),
                 )
             )
             self.sessions[key] = session
@@ -227,15 +274,42 @@ def run_align(task: AlignTask) -> ChunkResult:
     """Runs an `AlignTask` in this process."""
     chunk = task.chunk
     session = _worker().search_session(task)
-    grid = task.reader.grid
+    batch, levels, evidence, prior = _prepared(task)
+    poses = chunk.rotations, chunk.shifts_angst, chunk.anchors_angst
+    return align_chunk(session, batch, *poses, levels, task.refine, task.plan, evidence, prior, task.most_steps)
+
+
+def _prepared(task: AlignTask) -> tuple[ParticleBatch, tuple[SearchLevel, ...], float, PosePrior | None]:
+    """Particles, levels, the log-likelihood that a unit of score stands for (0: none), and the prior."""
+    chunk, grid = task.chunk, task.reader.grid
     levels = () if task.plan is None else search_levels(task.plan, grid.binned_box_size, grid.binned_pixel_size_angst, task.radius_voxels)
-    batch = task.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths)
+    batch = replace(task.reader.batch(chunk.names, chunk.volume_paths, chunk.weight_paths), groups=chunk.groups)
     evidence = 0.0
     if levels and task.score == "ml":
         evidence = sphere_mean_square(grid.binned_box_size, task.particle_mask.radius_voxels, task.particle_mask.soft_edge_voxels)
-    prior = PosePrior.about(task.prior, chunk.anchor_rotations, chunk.anchors_angst)
-    poses = chunk.rotations, chunk.shifts_angst, chunk.anchors_angst
-    return align_chunk(session, batch, *poses, levels, task.refine, task.plan, evidence, prior)
+    return batch, levels, evidence, PosePrior.about(task.prior, chunk.anchor_rotations, chunk.anchors_angst)
+
+
+def run_classes(task: ClassesTask) -> ClassesResult:
+    """Runs a `ClassesTask` in this process."""
+    common = task.common
+    batch, levels, evidence, prior = _prepared(common)
+    return align_classes(
+        lambda c: _worker().search_session(replace(common, reference=task.references[c])),
+        batch,
+        task.rotations,
+        task.shifts_angst,
+        task.chunk.anchors_angst,
+        levels,
+        common.refine,
+        task.given,
+        task.handicap,
+        common.noise,
+        common.score == "ml",
+        common.plan,
+        evidence,
+        prior,
+    )
 
 
 def run_sum(task: SumTask) -> SumResult:
@@ -254,7 +328,10 @@ def run_sum(task: SumTask) -> SumResult:
                 batch = task.reader.batch(
                     tuple(chunk.names[i] for i in rows), tuple(chunk.volume_paths[i] for i in rows), tuple(chunk.weight_paths[i] for i in rows)
                 )
-                left_out = session.add(batch, chunk.rotations[rows] @ turn, chunk.shifts_angst[rows])
+                if chunk.groups is not None:
+                    batch = replace(batch, groups=chunk.groups[rows])
+                shares = None if task.shares is None else task.shares[rows]
+                left_out = session.add(batch, chunk.rotations[rows] @ turn, chunk.shifts_angst[rows], shares)
                 if number == 0:
                     bad += [(rows[index], reason) for index, reason in left_out]
                     unusable = {index for index, _ in left_out}
@@ -266,13 +343,17 @@ def run_sum(task: SumTask) -> SumResult:
         session.close()
 
 
-def run_task(task: AlignTask | SumTask) -> ChunkResult | SumResult:
+def run_task(task: AlignTask | ClassesTask | SumTask) -> ChunkResult | ClassesResult | SumResult:
     """Runs any task; the one function that executors are given."""
-    return run_align(task) if isinstance(task, AlignTask) else run_sum(task)
+    if isinstance(task, AlignTask):
+        return run_align(task)
+    return run_classes(task) if isinstance(task, ClassesTask) else run_sum(task)
 
 
-def particles_treated(result: ChunkResult | SumResult) -> int:
+def particles_treated(result: ChunkResult | ClassesResult | SumResult) -> int:
     """How many particles a task's result is about, unusable ones included."""
+    if isinstance(result, ClassesResult):
+        return len(result.best)
     return len(result.rotations) if isinstance(result, ChunkResult) else result.sums.n_particles + len(result.bad)
 
 

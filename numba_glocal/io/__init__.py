@@ -6,7 +6,7 @@ A format is a `ListFormat` in the registry; a later one adds itself with `regist
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from .dynamo import read_dynamo_particles, write_dynamo_particles
 from .motive_list import read_motive_list, write_motive_list
 from .pytom import read_pytom_particles, write_pytom_particles
 from .relion import read_relion_particles, write_relion_particles
+from .relion_tomo import with_tomograms
+from .relion_versions import VERSIONS, RelionVersion, lost_in_version, write_version
 from .stopgap import is_stopgap, read_stopgap_particles, write_stopgap_particles
 from .volumes import read_header, read_volume, write_volume
 
@@ -30,13 +32,15 @@ HELD = {
     "scores": "scores",
     "weights": "wedge or CTF volumes",
     "tilt_ranges": "tilt ranges",
+    "tilt_series": "wedges of two tilt series or of other axes than y",
     "pixel_size": "pixel size",
-    "volume_axes": "the axes of turned volumes",
+    "volume_axes": "that volumes are turned",
+    "stacks": "that particles are stacks of 2-D images",
 }
 """What a list can hold beside names and poses, and how it is called in messages."""
 
-NUMBERED_OPTIONS = ("particle_names", "wedge_list")
-"""Options of `read_particles` for lists that number particles and tomograms, and name no files."""
+OPTIONS_OF_SOME = ("particle_names", "wedge_list")
+"""Options of `read_particles` that only some formats take; given for another one they are refused."""
 
 _HEAD_BYTES = 65536
 
@@ -61,8 +65,14 @@ class ListFormat:
         ``recognises(head: bytes) -> bool`` from the first bytes of a file. None: any file with the suffix.
     holds : frozenset of str
         Of `HELD`: what the writer can put into such a list.
+    leaves : callable or None
+        ``leaves(particles) -> list of str``: what else it cannot take over of these particles, as words. None: whatever their
+        source says that only lists of its own kind hold.
+    scales : bool
+        Coordinates have voxels of their own size there (RELION). Else the writer gets them in the particles' voxels, in which such lists
+        count shifts, so that coordinate + shift is a place.
     takes : frozenset of str
-        Of `NUMBERED_OPTIONS`: what the reader takes beside the options of all.
+        Of `OPTIONS_OF_SOME`: what the reader takes beside the options of all.
     """
 
     name: str
@@ -72,6 +82,8 @@ class ListFormat:
     key: str = ""
     recognises: Callable[[bytes], bool] | None = None
     holds: frozenset[str] = frozenset()
+    leaves: Callable[[ParticleSet], list[str]] | None = None
+    scales: bool = False
     takes: frozenset[str] = frozenset()
 
 
@@ -88,7 +100,7 @@ def register_format(list_format: ListFormat) -> None:
     for old in same:
         _FORMATS.remove(old)
     # a known kind that nobody reads yet gives way to one that does
-    for old in [f for f in _FORMATS if f.read is None and set(f.suffixes) & set(list_format.suffixes)]:
+    for old in [f for f in _FORMATS if f.read is None and f.write is None and set(f.suffixes) & set(list_format.suffixes)]:
         _FORMATS.remove(old)
     _FORMATS.append(list_format)
 
@@ -105,7 +117,7 @@ def format_of_file(path: str | Path) -> ListFormat:
     if not any(suffix in f.suffixes for f in _FORMATS):
         # lists without a telling name are STAR files in practice; its reader says when they are not
         suffix = ".star"
-    found = [f for f in reversed(_FORMATS) if suffix in f.suffixes]
+    found = [f for f in reversed(_FORMATS) if suffix in f.suffixes and (f.read is not None or f.write is None)]
     choosy = [f for f in found if f.recognises is not None]
     if choosy:
         try:
@@ -155,7 +167,8 @@ def read_particles(path: str | Path, **options: Any) -> ParticleSet:
         The list.
     **options
         ``pixel_size_angst``, ``root``, ``premultiplied``, ``require_volumes`` as `read_relion_particles`; ``particle_names``, a template
-        for the files of lists that only number particles, and ``wedge_list``, the tilts of their tomograms.
+        for the files of lists that only number particles, and ``wedge_list``, the tilts of their tomograms; ``tomograms``, the sizes of
+        RELION's tomograms.
 
     Returns
     -------
@@ -172,7 +185,7 @@ def read_particles(path: str | Path, **options: Any) -> ParticleSet:
     list_format = format_of_file(path)
     if list_format.read is None:
         raise ListError(f"{path}: a {list_format.name} is not read yet; expected {_known('read')}")
-    for option in NUMBERED_OPTIONS:
+    for option in OPTIONS_OF_SOME:
         if options.get(option) is None or option not in list_format.takes:
             if options.pop(option, None) is not None:
                 takers = ", ".join(f.name for f in _FORMATS if option in f.takes)
@@ -198,9 +211,13 @@ def write_particles(path: str | Path, particles: ParticleSet, extra_columns: Map
     ListError, InputError
         A format that is not written, or a file that cannot be.
     """
-    write = format_to_write(path, particles, to).write
-    assert write is not None
-    write(Path(path), particles, extra_columns)
+    list_format = format_to_write(path, particles, to)
+    assert list_format.write is not None
+    places, pixel_size = particles.coordinates, particles.pixel_size_angst
+    is_own = getattr(particles.source, "format_key", None) == list_format.key
+    if places is not None and not (list_format.scales or is_own) and np.isfinite(pixel_size):
+        particles = replace(particles, coordinates=places.counted_in(pixel_size))
+    list_format.write(Path(path), particles, extra_columns)
 
 
 def left_behind(particles: ParticleSet, target: ListFormat) -> list[str]:
@@ -214,11 +231,15 @@ def left_behind(particles: ParticleSet, target: ListFormat) -> list[str]:
         "classes": particles.classes is not None,
         "scores": particles.scores is not None and bool(np.isfinite(particles.scores).any()),
         "weights": any(isinstance(weight, Path) for weight in particles.weight_paths),
-        "tilt_ranges": any(isinstance(weight, tuple) for weight in particles.weight_paths),
+        "tilt_ranges": particles.tilt_ranges_deg is not None,
+        "tilt_series": any(len(wedge) > 1 or wedge[0].tilt_axis != "y" or wedge[0].turn is not None for wedge in particles.wedges),
         "pixel_size": bool(np.isfinite(particles.pixel_size_angst)),
         "volume_axes": particles.volume_axes is not None,
+        "stacks": particles.stacks is not None,
     }
     lost = [words for part, words in HELD.items() if there[part] and part not in target.holds]
+    if target.leaves is not None:
+        return lost + target.leaves(particles)
     extras = getattr(particles.source, "extras", None)
     return lost + (list(extras()) if extras is not None else [])
 
@@ -228,6 +249,25 @@ def _known(action: str) -> str:
     return ", ".join(known.values())
 
 
+_RELION_HOLDS = frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "tilt_ranges", "pixel_size"})
+
+
+def _of_version(version: RelionVersion) -> ListFormat:
+    """A version of RELION's lists as a format to be asked for; all of them are read by one reader."""
+    holds = _RELION_HOLDS | (frozenset({"volume_axes"}) if version.has_tomograms else frozenset())
+    holds |= frozenset({"stacks"}) if version.centred else frozenset()
+    return ListFormat(
+        version.name,
+        (".star",),
+        None,
+        lambda path, particles, extra_columns=None: write_version(version, path, particles, extra_columns),
+        key=version.key,
+        holds=holds,
+        leaves=lambda particles: lost_in_version(particles, version),
+        scales=True,
+    )
+
+
 register_format(
     ListFormat(
         "RELION STAR",
@@ -235,9 +275,13 @@ register_format(
         read_relion_particles,
         write_relion_particles,
         key="relion",
-        holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "pixel_size"}),
+        holds=_RELION_HOLDS | {"volume_axes", "stacks"},
+        leaves=lambda particles: lost_in_version(particles, None),
+        scales=True,
     )
 )
+for _version in VERSIONS:
+    register_format(_of_version(_version))
 register_format(
     ListFormat(
         "PyTom particle list",
@@ -245,7 +289,7 @@ register_format(
         read_pytom_particles,
         write_pytom_particles,
         key="pytom",
-        holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "tilt_ranges"}),
+        holds=frozenset({"tomograms", "coordinates", "half", "classes", "scores", "weights", "tilt_ranges", "tilt_series"}),
     )
 )
 register_format(
@@ -255,7 +299,7 @@ register_format(
         read_dynamo_particles,
         write_dynamo_particles,
         key="dynamo",
-        holds=frozenset({"tomograms", "coordinates", "classes", "scores", "tilt_ranges", "pixel_size"}),
+        holds=frozenset({"tomograms", "coordinates", "classes", "scores", "tilt_ranges", "tilt_series", "pixel_size"}),
         takes=frozenset({"particle_names"}),
     )
 )
@@ -294,6 +338,7 @@ __all__ = [
     "read_particles",
     "read_volume",
     "register_format",
+    "with_tomograms",
     "write_particles",
     "write_volume",
 ]

@@ -16,8 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, ListError
 from ..geometry import matrix_to_zxz, zxz_to_matrix
-from ..values import Coordinates, FloatArray, IntArray, ParticleSet, Poses, TiltRange, Weight
-from .located import locate
+from ..values import FloatArray, IntArray, ParticleSet, Poses, TiltGeometry, TiltRange, Weight
+from .located import locate, places
 from .numbered import (
     digits,
     names_of,
@@ -189,7 +189,7 @@ def read_dynamo_particles(
         box_size=place.box_size,
         premultiplied=bool(premultiplied),
         source=DynamoSource(str(path), tuple(lines), np.arange(len(names)), poses, place.pixel_size_angst, tuple(names)),
-        coordinates=Coordinates.in_voxels(table[:, PLACE - 1 : PLACE + 2], place.pixel_size_angst),
+        coordinates=places(table[:, PLACE - 1 : PLACE + 2], place.pixel_size_angst),
         classes=whole_numbers(table[:, CLASS - 1], "the class (column 22)", where).astype(np.int32),
         scores=scores.copy() if scores.any() else None,
     )
@@ -390,8 +390,8 @@ def _new_lines(path: str | Path, particles: ParticleSet, scores: FloatArray | No
     if particles.classes is not None:
         table[:, CLASS - 1] = particles.classes
     if particles.coordinates is not None:
-        places = particles.coordinates.as_voxels()
-        table[:, PLACE - 1 : PLACE + 2] = np.where(np.isfinite(places), places, 0.0)
+        centres = particles.coordinates.as_voxels()
+        table[:, PLACE - 1 : PLACE + 2] = np.where(np.isfinite(centres), centres, 0.0)
     table[:, APIX - 1] = particles.pixel_size_angst
     left_out = 0
     for row, weight in enumerate(particles.weight_paths):
@@ -407,7 +407,7 @@ def _new_lines(path: str | Path, particles: ParticleSet, scores: FloatArray | No
 
 def _limits(weight: Weight | None) -> list[float] | None:
     """Columns 13 to 17 of a wedge; None where they cannot say it."""
-    if weight is None or isinstance(weight, Path) or any(tilts.turn is not None for tilts in weight):
+    if weight is None or isinstance(weight, Path | TiltGeometry) or any(tilts.turn is not None for tilts in weight):
         return None
     by_axis = {t.tilt_axis: (-t.tilt_max_deg, -t.tilt_min_deg) if t.flip else (t.tilt_min_deg, t.tilt_max_deg) for t in weight}
     if len(by_axis) != len(weight):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ListError
+from ..values import Coordinates, FloatArray
 from .paths import VolumeFinder, find_volumes
 from .pixel_size import resolve_pixel_size
 from .volumes import survey
@@ -92,6 +93,11 @@ def locate(
         box_size, header_pixel_size = survey(paths[:1])
     pixel_size, source = resolve_pixel_size(pixel_size_angst, *list_pixel_size, header_pixel_size, list_path)
     return Located(paths, tuple(found_weights.get(name) for name in weight_names), box_size, pixel_size, source)
+
+
+def places(voxels: FloatArray | None, voxel_size_angst: float = float("nan")) -> Coordinates | None:
+    """Coordinates of a list; None where it has none, or nobody filled them in (all are 0)."""
+    return None if voxels is None or not voxels.any() else Coordinates.in_voxels(voxels, voxel_size_angst)
 
 
 def _refuse_doubles(names: Sequence[str], paths: Sequence[Path], where: Callable[[int], str]) -> None:

@@ -17,9 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, ListError, VolumeError
 from ..geometry import matrix_to_zxz, zxz_to_matrix
-from ..values import Coordinates, IntArray, ParticleSet, Poses, Weight
+from ..values import IntArray, ParticleSet, Poses, Weight
 from .em import HEADER_BYTES, em_bytes, parse_em_header
-from .located import locate
+from .located import locate, places
 from .numbered import names_of, numbers_from_names, refuse_repeated, tomogram_numbers, tomogram_texts, whole_numbers
 from .paths import whole_file
 from .wedge_list import read_wedge_list
@@ -153,7 +153,7 @@ def read_motive_list(
         box_size=place.box_size,
         premultiplied=bool(premultiplied),
         source=MotiveSource(str(path), header, table, np.arange(len(names)), poses, place.pixel_size_angst),
-        coordinates=Coordinates.in_voxels(values[:, PLACE - 1 : PLACE + 2], place.pixel_size_angst),
+        coordinates=places(values[:, PLACE - 1 : PLACE + 2], place.pixel_size_angst),
         classes=whole_numbers(values[:, CLASS - 1], "the class (row 20)", where).astype(np.int32),
         scores=scores if scores.any() else None,
     )
@@ -240,7 +240,7 @@ def _new_table(path: str | Path, particles: ParticleSet) -> NDArray[np.float32]:
     if particles.scores is not None:
         table[:, SCORE - 1] = np.where(np.isfinite(particles.scores), particles.scores, 0)
     if particles.coordinates is not None:
-        places = particles.coordinates.as_voxels()
-        table[:, PLACE - 1 : PLACE + 2] = np.where(np.isfinite(places), places, 0)
+        centres = particles.coordinates.as_voxels()
+        table[:, PLACE - 1 : PLACE + 2] = np.where(np.isfinite(centres), centres, 0)
     table[:, CLASS - 1] = 1 if particles.classes is None else particles.classes
     return table

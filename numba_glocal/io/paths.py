@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, overload
 
 from ..errors import InputError
 
@@ -71,6 +71,32 @@ class VolumeFinder:
                 self._first = self._first or folder
                 return Path(path)
         return None
+
+
+class PlacedFiles(Sequence[Path]):
+    """Where the files of many names should be, each a `Path` when it is asked for: a million of them at once take minutes and a GiB.
+
+    Parameters
+    ----------
+    finder : VolumeFinder
+    names : sequence of str
+    """
+
+    def __init__(self, finder: VolumeFinder, names: Sequence[str]) -> None:
+        self._finder = finder
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, row: int) -> Path: ...
+    @overload
+    def __getitem__(self, row: slice) -> tuple[Path, ...]: ...
+    def __getitem__(self, row: int | slice) -> Path | tuple[Path, ...]:
+        if isinstance(row, slice):
+            return tuple(self._finder.place(name) for name in self._names[row])
+        return self._finder.place(self._names[row])
 
 
 def find_volumes(names: Sequence[str], finder: VolumeFinder, list_path: str | Path, what: str = "volume", hint: str = "") -> dict[str, Path]:

@@ -63,5 +63,23 @@ def resolve_pixel_size(
     raise InputError(f"{list_path}: no pixel size in the list or in the volumes' headers (0, 1 and NaN are not believed); give it as an option")
 
 
+def resolve_header_pixel_size(option_angst: float | None, header_angst: float, path: object) -> tuple[float, str]:
+    """Pixel size of a volume that no list speaks of, such as a tomogram, and its source: option, then header.
+
+    Raises
+    ------
+    InputError
+        When neither says it.
+    """
+    if option_angst is not None:
+        if _differs(header_angst, option_angst):
+            said = f"the given pixel size is {option_angst:g} A, the header says {header_angst:g} A"
+            warnings.warn(f"{path}: {said}; what is given is taken", stacklevel=3)
+        return float(option_angst), "option"
+    if not believable(header_angst):
+        raise InputError(f"{path}: no pixel size in its header (0, 1 and NaN are not believed); give --pixel-size")
+    return float(header_angst), "header"
+
+
 def _differs(said_angst: float | None, angst: float) -> bool:
     return said_angst is not None and bool(np.isfinite(said_angst)) and said_angst > 0 and abs(said_angst / angst - 1) > SAME_PIXEL_SIZE

@@ -20,8 +20,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, ListError, NoAnglesWarning, VolumeError
 from ..geometry import matrix_to_zxz, zxz_to_matrix
-from ..values import Coordinates, FloatArray, IntArray, ParticleSet, Poses, TiltRange, Weight
-from .located import locate
+from ..values import FloatArray, IntArray, ParticleSet, Poses, TiltGeometry, TiltRange, Weight
+from .located import locate, places
 from .paths import whole_file
 from .volumes import read_header
 
@@ -153,7 +153,6 @@ def read_pytom_particles(
     poses = Poses(zxz_to_matrix(_rotations(path, elements)), shifts)
     half = np.array([_half(path, element) for element in elements], np.int8)
     positions = [element.child("PickPosition") for element in elements]
-    coordinates = Coordinates.in_voxels(_numbers(path, elements, "PickPosition", ("X", "Y", "Z"))) if any(positions) else None
     scores = np.array([_score(path, element) for element in elements])
     return ParticleSet(
         names=tuple(names),
@@ -168,7 +167,7 @@ def read_pytom_particles(
         box_size=place.box_size,
         premultiplied=bool(premultiplied),
         source=PytomSource(str(path), raw, tuple(elements), np.arange(len(names)), tuple(names), poses, half, place.pixel_size_angst),
-        coordinates=coordinates,
+        coordinates=places(_numbers(path, elements, "PickPosition", ("X", "Y", "Z"))),
         classes=_classes(elements),
         scores=scores if np.isfinite(scores).any() else None,
     )
@@ -476,7 +475,7 @@ def _new_text(particles: ParticleSet, scores: FloatArray | None) -> bytes:
     if scores is None:
         scores = particles.scores
     angles, shifts = matrix_to_zxz(particles.poses.rotations), particles.shifts_voxels()
-    places = None if particles.coordinates is None else particles.coordinates.as_voxels()
+    centres = None if particles.coordinates is None else particles.coordinates.as_voxels()
     wedges = {weight: _wedge_text(weight, particles.box_size) for weight in dict.fromkeys(particles.weight_paths)}
     lines = ["<ParticleList>"]
     for i, name in enumerate(particles.names):
@@ -485,8 +484,8 @@ def _new_text(particles: ParticleSet, scores: FloatArray | None) -> bytes:
             "    " + _NEW["Rotation"]({key: _digits(v) for key, v in zip(("Z1", "Z2", "X"), angles[i], strict=True)}),
             "    " + _NEW["Shift"]({key: _digits(v) for key, v in zip("XYZ", shifts[i], strict=True)}),
         ]
-        if particles.tomograms[i] or (places is not None and np.isfinite(places[i]).all()):
-            x, y, z = (_digits(v if np.isfinite(v) else 0.0) for v in (places[i] if places is not None else np.zeros(3)))
+        if particles.tomograms[i] or (centres is not None and np.isfinite(centres[i]).all()):
+            x, y, z = (_digits(v if np.isfinite(v) else 0.0) for v in (centres[i] if centres is not None else np.zeros(3)))
             lines.append("    " + _element("PickPosition", X=x, Y=y, Z=z, Origin=particles.tomograms[i], Binning="1"))
         if wedges[particles.weight_paths[i]]:
             lines.append("    " + wedges[particles.weight_paths[i]])
@@ -506,6 +505,8 @@ def _wedge_text(weight: Weight | None, box_size: int) -> str:
         return ""
     if isinstance(weight, Path):
         return _wedge_volume_text(weight)
+    if isinstance(weight, TiltGeometry):
+        return ""  # a list of stacks, which a PyTom list cannot hold at all
     singles = [_single_text(tilts, box_size) for tilts in weight]
     if not all(singles) or len(singles) > 2:
         shown = " and ".join(f"{t.tilt_min_deg:g} to {t.tilt_max_deg:g}" for t in weight)

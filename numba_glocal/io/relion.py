@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, ListError, NoAnglesWarning
 from ..geometry import matrix_to_relion, relion_to_matrix
-from ..values import IntArray, ParticleSet, Poses, turned_back
-from .paths import VolumeFinder, find_volumes
+from ..values import IntArray, ParticleSet, Poses, TiltRange, Weight, turned_back
+from .paths import PlacedFiles, VolumeFinder, find_volumes, opened_name
 from .pixel_size import resolve_pixel_size
 from .relion_tomo import (
     CENTRED,
@@ -39,7 +39,11 @@ from .volumes import survey
 ANGLES = ("rlnAngleRot", "rlnAngleTilt", "rlnAnglePsi")
 ORIGINS_ANGST = ("rlnOriginXAngst", "rlnOriginYAngst", "rlnOriginZAngst")
 ORIGINS_PIXEL = ("rlnOriginX", "rlnOriginY", "rlnOriginZ")
+TILTS = ("ngTiltMinDeg", "ngTiltMaxDeg")
+"""Our own columns: a wedge by its lowest and highest tilt about y, both 0 for none. RELION passes over them."""
 _NAMES_30 = ("", "images", "particles")
+USUAL_OPTICS = {"rlnVoltage": 300.0, "rlnSphericalAberration": 2.7, "rlnAmplitudeContrast": 0.07}
+"""RELION 3.1 reads no CTF volume from a list without them; nothing is computed from them."""
 # columns whose meaning a `ParticleSet` carries
 _UNDERSTOOD = frozenset(
     (
@@ -49,6 +53,7 @@ _UNDERSTOOD = frozenset(
         *SUBTOMOGRAM_ANGLES,
         *COORDINATES,
         *CENTRED,
+        *TILTS,
         "rlnImageName",
         "rlnCtfImage",
         "rlnMicrographName",
@@ -164,26 +169,35 @@ def read_relion_particles(
     if not block.n_rows:
         raise ListError(f"{block.where()}: the list has no particles")
     stacked = has_stacks(document, block, optics)
-    tomograms = _tomograms(block)
-    names, names_label = _names(block, tomograms, require_volumes)
+    tomogram_names = _tomograms(block)
+    names, names_label = _names(block, tomogram_names, require_volumes)
     _refuse_slices(block, names, names_label)
     groups = _groups(block, optics)
     flag = _flag(block, optics, groups)
     sizes, list_source = _list_pixel_sizes(block, optics, groups, require_volumes)
     list_pixel_size = None if sizes is None else float(sizes[0])
     list_box_size = _list_box_size(optics, groups, require_volumes)
-    weight_names = _weight_names(block)
-
     finder = VolumeFinder(path, root)
+    volume_paths: Sequence[Path]
+    weight_paths: Sequence[Weight | None]
     if require_volumes:
         found = find_volumes(names, finder, path, "particle stack" if stacked else "particle volume")
-        found_weights = find_volumes([name for name in weight_names if name], finder, path, "weight volume")
+        volume_paths = tuple(found[name] for name in names)
+        weight_names = _weight_names(block)
+        found = find_volumes([name for name in weight_names if name], finder, path, "weight volume")
+        weight_paths = tuple(found[name] if name else None for name in weight_names)
+        _refuse_duplicates(block, names, [os.path.normpath(volume) for volume in volume_paths])
     else:
         finder.find(names[0])
-        found = {name: finder.place(name) for name in dict.fromkeys(names)}
-        found_weights = {name: finder.place(name) for name in dict.fromkeys(weight_names) if name}
-    volume_paths = tuple(found[name] for name in names)
-    _refuse_duplicates(block, names, volume_paths)
+        volume_paths = PlacedFiles(finder, names)
+        weight_paths = _placed_weights(finder, block)
+        joined = "\n".join(names)
+        plain = not any(odd in joined for odd in (":", "./", "//"))  # most lists name each file in one way
+        _refuse_duplicates(block, names, names if plain else [_as_opened(name) for name in names])
+
+    refuse_partial(block, TILTS)
+    if TILTS[0] in block.labels:
+        weight_paths = tuple(tilts if path is None else path for path, tilts in zip(weight_paths, _tilt_ranges(block), strict=True))
 
     box_size, header_pixel_size = list_box_size or 0, float("nan")
     if stacked:
@@ -194,7 +208,7 @@ def read_relion_particles(
         if list_box_size and list_box_size != box_size:
             raise InputError(f"{path}: rlnImageSize is {list_box_size}, the volumes have box {box_size} (such as {volume_paths[0]})")
     elif volume_paths[0].is_file():
-        box_size, header_pixel_size = survey(volume_paths[:1])
+        box_size, header_pixel_size = survey((volume_paths[0],))
     if require_volumes or pixel_size_angst is not None or list_pixel_size is not None or np.isfinite(header_pixel_size):
         pixel_size, source_text = resolve_pixel_size(pixel_size_angst, list_pixel_size, list_source, header_pixel_size, path)
     else:
@@ -210,32 +224,37 @@ def read_relion_particles(
     axes = subtomogram_rotations(block)
     if axes is not None:
         rotations, shifts = axes @ rotations, np.einsum("nij,nj->ni", axes, shifts)
-    turned = axes is not None and not stacked and cut_by_relion(optics, groups)
+    turned = axes is not None and not stacked and cut_by_relion(optics, groups) and bool(np.abs(axes - np.eye(3)).max() > _SAME_ROTATION)
     poses = Poses(rotations, shifts)
     half = _half_sets(block)
     return ParticleSet(
         names=tuple(names),
         volume_paths=volume_paths,
-        weight_paths=tuple(found_weights[name] if name else None for name in weight_names),
+        weight_paths=weight_paths,
         poses=poses,
         half=half,
-        tomograms=tomograms,
+        tomograms=tomogram_names,
         groups=groups,
         pixel_size_angst=pixel_size,
         pixel_size_source=source_text,
         box_size=box_size,
         premultiplied=flag if premultiplied is None else premultiplied,
         source=RelionSource(document, block.name, np.arange(block.n_rows), poses, half, list_pixel_size, axes, names_label),
-        coordinates=read_coordinates(block, optics, groups, tomograms, tomograms_path, sizes),
+        coordinates=read_coordinates(block, optics, groups, tomogram_names, tomograms_path, sizes),
         classes=_classes(block),
-        scores=next((block.floats(label) for label in _SCORES if label in block.labels), None),
+        scores=next((values for values in (_loose_numbers(block, label) for label in _SCORES) if values is not None), None),
         volume_axes=axes if turned else None,
         stacks=read_stacks(block, tomograms_path) if stacked else None,
         pixel_sizes_angst=several,
     )
 
 
-def write_relion_particles(path: str | Path, particles: ParticleSet, extra_columns: Mapping[str, ArrayLike] | None = None) -> None:
+def write_relion_particles(
+    path: str | Path,
+    particles: ParticleSet,
+    extra_columns: Mapping[str, ArrayLike] | None = None,
+    optics: Mapping[str, float] | None = None,
+) -> None:
     """Write a RELION list, whole or not at all; format, columns, blocks and digits are those of the list that was read.
 
     Poses that changed are written with 6 decimals. Particles without a RELION source become a RELION 3.1 list.
@@ -247,6 +266,8 @@ def write_relion_particles(path: str | Path, particles: ParticleSet, extra_colum
     particles : ParticleSet
     extra_columns : dict of label to (n,) array, optional
         Columns to add or replace: numbers or texts.
+    optics : dict of label to float, optional
+        Of the microscope, for a new list; in place of `USUAL_OPTICS`.
 
     Raises
     ------
@@ -255,33 +276,22 @@ def write_relion_particles(path: str | Path, particles: ParticleSet, extra_colum
     """
     source = particles.source if isinstance(particles.source, RelionSource) else None
     if source is None:
-        document = _new_document(particles, Path(os.path.abspath(path)).parent)
-        source = RelionSource(document, "particles", np.arange(len(particles)), particles.poses, particles.half, particles.pixel_size_angst)
-        block = document["particles"]
-        write_all = True
-    elif len(source.rows) != len(particles):
+        source = new_relion_source(particles, Path(os.path.abspath(path)).parent, optics)
+    if len(source.rows) != len(particles):
         raise ListError(f"{path}: {len(particles)} particles come with {len(source.rows)} rows of {source.document.path}")
-    else:
-        block = source.block.take(source.rows)
-        write_all = False
-        if source.names_label == "rlnImageName" and block.texts("rlnImageName") != list(particles.names):
-            block.set_column("rlnImageName", particles.names)
+    block = source.block.take(source.rows)
+    if source.names_label == "rlnImageName" and block.texts("rlnImageName") != list(particles.names):
+        block.set_column("rlnImageName", particles.names)
     blocks = [block if b.name == source.block_name else b for b in source.document.blocks]
     if any(b.name == "optics" for b in blocks):
         # RELION 5 finds no particles under another name
         block.name = "particles"
 
     own = particles.poses if source.axes is None else turned_back(particles.poses, source.axes)
-    changed = None
-    if not write_all:
-        changed = (
-            np.abs(particles.poses.rotations - source.poses.rotations).max(axis=(1, 2)) > _SAME_ROTATION,
-            np.abs(particles.poses.shifts_angst - source.poses.shifts_angst).max(axis=1) > _SAME_SHIFT_ANGST,
-        )
-    everywhere = np.ones(len(particles), dtype=bool)
-    _write_rotations(block, own.rotations, everywhere if changed is None else changed[0])
-    has_optics = any(b.name == "optics" for b in blocks)
-    _write_shifts(block, own.shifts_angst, _pixel_sizes(particles), everywhere if changed is None else changed[1], has_optics)
+    turned = np.abs(particles.poses.rotations - source.poses.rotations).max(axis=(1, 2), initial=0) > _SAME_ROTATION
+    shifted = np.abs(particles.poses.shifts_angst - source.poses.shifts_angst).max(axis=1, initial=0) > _SAME_SHIFT_ANGST
+    _write_rotations(block, own.rotations, turned)
+    _write_shifts(block, own.shifts_angst, _pixel_sizes(particles), shifted, has_optics=any(b.name == "optics" for b in blocks))
     _write_half_sets(block, particles.half, source.half)
     if particles.pixel_sizes_angst is None:
         blocks = _write_pixel_size(blocks, block, particles.pixel_size_angst, source.pixel_size_angst)
@@ -329,6 +339,8 @@ def _names(block: StarBlock, tomograms: Sequence[str], require_volumes: bool) ->
 
 
 def _refuse_slices(block: StarBlock, names: list[str], label: str) -> None:
+    if "" not in names and "@" not in "\n".join(names):
+        return
     for row, name in enumerate(names):
         if "@" in name and name.split("@", 1)[0].isdigit():
             raise ListError(f"{block.where(row)}: {name} is an image of a stack, expected a volume of its own for each particle")
@@ -336,11 +348,18 @@ def _refuse_slices(block: StarBlock, names: list[str], label: str) -> None:
             raise ListError(f"{block.where(row)}: _{label} is empty")
 
 
-def _refuse_duplicates(block: StarBlock, names: list[str], paths: tuple[Path, ...]) -> None:
+def _as_opened(name: str) -> str:
+    """The file that a name stands for, written in one way."""
+    return os.path.normpath(opened_name(name))
+
+
+def _refuse_duplicates(block: StarBlock, names: list[str], files: list[str]) -> None:
     """One volume must not stand twice: in both half-sets it would correlate with itself."""
+    if len(set(files)) == len(files):
+        return
     first: dict[str, int] = {}
-    for row, path in enumerate(paths):
-        other = first.setdefault(os.path.normpath(path), row)
+    for row, file in enumerate(files):
+        other = first.setdefault(file, row)
         if other != row:
             also = "" if names[other] == names[row] else f" (as {names[other]})"
             raise ListError(f"{block.where(row)}: particle {names[row]} stands twice, first in {_line(block, other)}{also}")
@@ -361,6 +380,18 @@ def _groups(block: StarBlock, optics: StarBlock | None) -> NDArray[np.int32]:
         for row, text in enumerate(optics.texts("rlnOpticsGroup")):
             if index.setdefault(_whole(text), row) != row:
                 raise ListError(f"{optics.where(row)}: optics group {text} stands twice, first in {_line(optics, index[_whole(text)])}")
+    numbers = _whole_numbers(block, "rlnOpticsGroup")
+    if numbers is not None:
+        # numbers, of which there are few: looked up once each, in the order in which they appear
+        distinct, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
+        places = np.zeros(len(distinct), np.int32)
+        for i in np.argsort(first).tolist():
+            key = str(distinct[i])
+            if key not in index and optics is not None:
+                break
+            places[i] = index.setdefault(key, len(index))
+        else:
+            return places[inverse]
     groups = np.empty(block.n_rows, dtype=np.int32)
     for row, text in enumerate(block.texts("rlnOpticsGroup")):
         key = _whole(text)
@@ -370,6 +401,16 @@ def _groups(block: StarBlock, optics: StarBlock | None) -> NDArray[np.int32]:
             index[key] = len(index)
         groups[row] = index[key]
     return groups
+
+
+def _whole_numbers(block: StarBlock, label: str) -> NDArray[np.int64] | None:
+    """A column of whole numbers; None where it holds something else."""
+    try:
+        values = block.floats(label)
+    except ListError:
+        return None
+    numbers = values.astype(np.int64)
+    return numbers if np.array_equal(numbers, values) else None
 
 
 def _whole(text: str) -> str:
@@ -452,7 +493,28 @@ def _list_box_size(optics: StarBlock | None, groups: NDArray[np.int32], one: boo
 
 
 def _classes(block: StarBlock) -> NDArray[np.int32] | None:
-    return block.floats("rlnClassNumber").astype(np.int32) if "rlnClassNumber" in block.labels else None
+    values = _loose_numbers(block, "rlnClassNumber")
+    return values.astype(np.int32) if values is not None and np.isfinite(values).all() else None
+
+
+def _loose_numbers(block: StarBlock, label: str) -> NDArray[np.float64] | None:
+    """A column that is only carried along, as numbers; None where it is not there, or holds something else."""
+    if label not in block.labels:
+        return None
+    try:
+        return block.numbers(label)
+    except ValueError:
+        return None
+
+
+def _tilt_ranges(block: StarBlock) -> list[tuple[TiltRange, ...] | None]:
+    """Wedges that the list gives by tilts, for particles without a weight volume."""
+    found: list[tuple[TiltRange, ...] | None] = []
+    for row, (low, high) in enumerate(zip(*(block.floats(label).tolist() for label in TILTS), strict=True)):
+        if (low or high) and not -90 <= low < high <= 90:
+            raise ListError(f"{block.where(row)}: _{TILTS[0]} {low:g} and _{TILTS[1]} {high:g}: expected -90 <= smallest < largest <= 90 degrees")
+        found.append((TiltRange(low, high),) if low or high else None)
+    return found
 
 
 def _weight_names(block: StarBlock) -> list[str]:
@@ -461,12 +523,25 @@ def _weight_names(block: StarBlock) -> list[str]:
     return ["" if name == "None" else name for name in block.texts("rlnCtfImage")]
 
 
+def _placed_weights(finder: VolumeFinder, block: StarBlock) -> Sequence[Path | None]:
+    """Where weight volumes should be, without looking."""
+    if "rlnCtfImage" not in block.labels:
+        return (None,) * block.n_rows
+    names = block.texts("rlnCtfImage")
+    if "None" in names:
+        return tuple(None if name == "None" else finder.place(name) for name in names)
+    return PlacedFiles(finder, names)
+
+
 def _origins_angst(block: StarBlock, pixel_size_angst: NDArray[np.float64]) -> NDArray[np.float64]:
     """Origins in Angstrom, whichever of the two kinds the list has; where both differ Angstrom wins."""
     has_angst = any(label in block.labels for label in ORIGINS_ANGST)
     has_pixel = any(label in block.labels for label in ORIGINS_PIXEL)
     if not has_angst:
-        return triples(block, ORIGINS_PIXEL) * pixel_size_angst[:, None]
+        pixels = triples(block, ORIGINS_PIXEL)
+        if pixels.any() and not np.isfinite(pixel_size_angst).all():
+            raise InputError(f"{block.path}: origins in pixels, and no pixel size in the list; give it as an option")
+        return np.where(pixels == 0, 0.0, pixels * pixel_size_angst[:, None])
     angst = triples(block, ORIGINS_ANGST)
     if has_pixel:
         differ = _origins_differ(angst, triples(block, ORIGINS_PIXEL), pixel_size_angst)
@@ -489,6 +564,9 @@ def _half_sets(block: StarBlock) -> NDArray[np.int8]:
     half = np.zeros(block.n_rows, dtype=np.int8)
     if "rlnRandomSubset" not in block.labels:
         return half
+    numbers = _whole_numbers(block, "rlnRandomSubset")
+    if numbers is not None and np.isin(numbers, (1, 2)).all():
+        return numbers.astype(np.int8)
     for row, text in enumerate(block.texts("rlnRandomSubset")):
         whole = text if text in ("1", "2") else _whole(text)
         if whole not in ("1", "2"):
@@ -498,9 +576,11 @@ def _half_sets(block: StarBlock) -> NDArray[np.int8]:
 
 
 def _tomograms(block: StarBlock) -> tuple[str, ...]:
-    for label in ("rlnMicrographName", "rlnTomoName"):
+    for label in ("rlnTomoName", "rlnMicrographName"):  # where there are both, the second may be a name for each particle
         if label in block.labels:
-            return tuple(block.texts(label))
+            known: dict[str, str] = {}  # there are few names, and each needs to be there once
+            names = block.texts(label)
+            return tuple(map(known.setdefault, names, names))
     return ("",) * block.n_rows
 
 
@@ -518,12 +598,16 @@ def _format(values: NDArray[Any]) -> list[str]:
 
 def _set_rows(block: StarBlock, label: str, values: NDArray[Any], rows: NDArray[np.bool_]) -> None:
     """Write numbers with 6 decimals into some rows of a column; the others keep their digits."""
+    # no "-0.000000"
+    values = np.where(np.abs(values) <= 5e-7, 0.0, values)
+    if rows.all():
+        block.set_column(label, [f"{value:.6f}" for value in values.tolist()], plain=True)
+        return
     if label not in block.labels:
         block.set_column(label, ["0.000000"] * len(values))
     tokens = block.tokens(label)
     for row in np.flatnonzero(rows).tolist():
-        # + 0.0 after rounding: no "-0.000000"
-        tokens[row] = f"{round(float(values[row]), 6) + 0.0:.6f}"
+        tokens[row] = f"{values[row]:.6f}"
 
 
 def _write_rotations(block: StarBlock, rotations: NDArray[Any], changed: NDArray[np.bool_]) -> None:
@@ -548,7 +632,8 @@ def _write_shifts(block: StarBlock, shifts: NDArray[Any], pixel_size_angst: NDAr
             changed = changed | _origins_differ(-shifts, triples(block, ORIGINS_PIXEL), pixel_size_angst)
         if changed.any():
             for axis, label in enumerate(ORIGINS_PIXEL):
-                _set_rows(block, label, -shifts[:, axis] / pixel_size_angst, changed)
+                pixels = np.divide(-shifts[:, axis], pixel_size_angst, out=np.zeros(len(shifts)), where=shifts[:, axis] != 0)
+                _set_rows(block, label, pixels, changed)
 
 
 def _pixel_sizes(particles: ParticleSet) -> NDArray[Any]:
@@ -585,36 +670,57 @@ def _write_pixel_size(blocks: list[StarBlock], particles: StarBlock, pixel_size:
     return result
 
 
-def _new_document(particles: ParticleSet, folder: Path) -> StarDocument:
-    """A RELION 3.1 list for particles that came from elsewhere; poses and half-sets are filled in by the writer."""
+def new_relion_source(particles: ParticleSet, folder: Path, microscope: Mapping[str, float] | None = None) -> RelionSource:
+    """A RELION 3.1 list for particles that came from elsewhere; poses are left to the writer, who takes all of them for changed.
+
+    Parameters
+    ----------
+    particles : ParticleSet
+    folder : Path
+        Of the list, from which weight volumes are named.
+    microscope : dict of label to float, optional
+        In place of `USUAL_OPTICS`.
+    """
     n = len(particles)
     groups = [int(g) for g in np.unique(particles.groups)] or [0]
-    optics = StarBlock.from_columns(
-        "optics",
-        {
-            "rlnOpticsGroup": [str(g + 1) for g in groups],
-            "rlnOpticsGroupName": [f"opticsGroup{g + 1}" for g in groups],
-            "rlnImagePixelSize": [f"{particles.pixel_size_angst:.6f}"] * len(groups),
-            "rlnImageSize": [str(particles.box_size)] * len(groups),
-            "rlnImageDimensionality": ["3"] * len(groups),
-            "rlnCtfDataAreCtfPremultiplied": [str(int(particles.premultiplied))] * len(groups),
-        },
-    )
-    columns: dict[str, Sequence[str]] = {"rlnImageName": particles.names}
-    weights = particles.weight_paths
-    if any(isinstance(weight, tuple) for weight in weights):
-        warnings.warn(
-            "a RELION list has no tilt ranges: wedges that are given by angles are left out; give --tilt-range when it is used", stacklevel=3
-        )
-    if any(isinstance(weight, Path) for weight in weights):
-        columns["rlnCtfImage"] = [_beside(weight, folder) if isinstance(weight, Path) else "None" for weight in weights]
+    table = {
+        "rlnOpticsGroup": [str(g + 1) for g in groups],
+        "rlnOpticsGroupName": [f"opticsGroup{g + 1}" for g in groups],
+        "rlnImagePixelSize": [f"{particles.pixel_size_angst:.6f}"] * len(groups),
+        "rlnImageSize": [str(particles.box_size)] * len(groups),
+        "rlnImageDimensionality": ["3"] * len(groups),
+        "rlnCtfDataAreCtfPremultiplied": [str(int(particles.premultiplied))] * len(groups),
+        **{label: [f"{value:.6g}"] * len(groups) for label, value in (USUAL_OPTICS | dict(microscope or {})).items()},
+    }
+    if not particles.box_size:
+        del table["rlnImageSize"]
+    if not np.isfinite(particles.pixel_size_angst):
+        del table["rlnImagePixelSize"]
+    columns: dict[str, Sequence[str]] = {}
     if any(particles.tomograms):
         columns["rlnMicrographName"] = [name or "None" for name in particles.tomograms]
+    if particles.coordinates is not None:
+        places, labels = particles.coordinates, COORDINATES
+        values = places.as_voxels()
+        if not np.isfinite(values).all() and places.centred_angst is not None:
+            values, labels = places.centred_angst, CENTRED
+        columns |= {label: [f"{v:.6f}" for v in values[:, axis].tolist()] for axis, label in enumerate(labels)}
+    columns |= {label: ["0.000000"] * n for label in ANGLES}
+    columns["rlnImageName"] = particles.names
+    paths = [path if isinstance(path, Path) else None for path in particles.weight_paths]
+    if any(path is not None for path in paths):
+        columns["rlnCtfImage"] = ["None" if path is None else _beside(path, folder) for path in paths]
+    if particles.tilt_ranges_deg is not None:
+        columns |= {label: _format(np.nan_to_num(particles.tilt_ranges_deg[:, i])) for i, label in enumerate(TILTS)}
     columns["rlnOpticsGroup"] = [str(int(g) + 1) for g in particles.groups]
-    block = StarBlock.from_columns("particles", columns)
-    for label in (*ANGLES, *ORIGINS_ANGST):
-        block.set_column(label, ["0.000000"] * n)
-    return StarDocument([optics, block])
+    columns |= {label: ["0.000000"] * n for label in ORIGINS_ANGST}
+    if particles.classes is not None:
+        columns["rlnClassNumber"] = _format(particles.classes)
+    if particles.scores is not None and np.isfinite(particles.scores).any():
+        columns["rlnAutopickFigureOfMerit"] = _format(np.where(np.isfinite(particles.scores), particles.scores, 0.0))
+    document = StarDocument([StarBlock.from_columns("optics", table), StarBlock.from_columns("particles", columns)])
+    unknown = Poses(np.full((n, 3, 3), np.inf), np.full((n, 3), np.inf))
+    return RelionSource(document, "particles", np.arange(n), unknown, np.zeros(n, np.int8), particles.pixel_size_angst)
 
 
 def _beside(path: Path, folder: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError, ListError
 from ..geometry import relion_to_matrix
-from ..values import Coordinates, TiltStacks
+from ..values import Coordinates, ParticleSet, TiltStacks
 from .paths import VolumeFinder
 from .star import StarBlock, StarDocument, read_star
 
@@ -28,10 +28,10 @@ _TOMOSTAR = ".tomostar"
 
 
 def refuse_partial(block: StarBlock, labels: Sequence[str]) -> None:
-    """Three columns stand together or not at all: one that was lost on the way is no 0."""
+    """Columns stand together or not at all: one that was lost on the way is no 0."""
     missing = [f"_{label}" for label in labels if label not in block.labels]
     if 0 < len(missing) < len(labels):
-        raise ListError(f"{block.where()}: no column {' and '.join(missing)}; expected all three of {', '.join(labels)}, or none")
+        raise ListError(f"{block.where()}: no column {' and '.join(missing)}; expected all of {', '.join(labels)}, or none")
 
 
 def triples(block: StarBlock, labels: Sequence[str], scale: float = 1.0) -> NDArray[np.float64]:
@@ -245,9 +245,9 @@ def read_coordinates(
     if TILT_SERIES_PIXEL_SIZE in block.labels:
         series = block.floats(TILT_SERIES_PIXEL_SIZE)
     if tomograms_path is not None:
-        sizes, series = _joined(block, names, read_tomograms(tomograms_path), sizes, series)
+        sizes, series = _joined(block.path, names, read_tomograms(tomograms_path), sizes, series)
     voxel = series
-    if not has_centred and image_pixel_sizes_angst is not None and any(name.endswith(_TOMOSTAR) for name in names):
+    if not has_centred and image_pixel_sizes_angst is not None and any(name.endswith(_TOMOSTAR) for name in set(names)):
         # Warp writes coordinates in voxels of the images that it exports, whatever the tilt series has
         voxel = image_pixel_sizes_angst
     centre = centre_voxels(sizes)
@@ -261,8 +261,28 @@ def read_coordinates(
     )
 
 
+def with_tomograms(particles: ParticleSet, path: str | Path) -> ParticleSet:
+    """The same particles, coordinates about the centres of tomograms whose sizes stand in a file (RELION's or Warp's tomograms).
+
+    Voxels of unknown size are taken for those of the tilt series.
+
+    Raises
+    ------
+    ListError
+        No such table, or none of the particles' tomograms in it.
+    """
+    places = particles.coordinates
+    if places is None:
+        return particles
+    nothing = np.full(len(particles), np.nan)
+    sizes, series = _joined("the list", particles.tomograms, read_tomograms(path), np.full((len(particles), 3), np.nan), nothing)
+    voxel = np.where(np.isfinite(places.voxel_size_angst), places.voxel_size_angst, series)
+    centre = centre_voxels(sizes) * np.where(np.isfinite(series), series / voxel, 1.0)[:, None]
+    return replace(particles, coordinates=Coordinates(places.voxels, places.centred_angst, voxel, centre))
+
+
 def _joined(
-    block: StarBlock, names: Sequence[str], table: TomogramTable, sizes: NDArray[np.float64], series: NDArray[np.float64]
+    where: str, names: Sequence[str], table: TomogramTable, sizes: NDArray[np.float64], series: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Sizes and pixel sizes of each particle's tomogram, looked up by name; what the list itself says of pixel sizes stays."""
     sizes, series = sizes.copy(), series.copy()
@@ -271,7 +291,7 @@ def _joined(
     if missing:
         shown = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
         known = ", ".join(list(table.sizes_voxels)[:3]) + (" ..." if len(table.sizes_voxels) > 3 else "")
-        text = f"{block.path}: {len(missing)} of {len(distinct)} tomograms are not in {table.path}: {shown}; it has {known or 'none'}"
+        text = f"{where}: {len(missing)} of {len(distinct)} tomograms are not in {table.path}: {shown}; it has {known or 'none'}"
         if len(missing) == len(distinct):
             raise ListError(text)
         warnings.warn(text, stacklevel=5)

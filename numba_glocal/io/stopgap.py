@@ -16,8 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import ListError
 from ..geometry import matrix_to_zxz, zxz_to_matrix
-from ..values import Coordinates, FloatArray, IntArray, ParticleSet, Poses, Weight
-from .located import locate
+from ..values import FloatArray, IntArray, ParticleSet, Poses, Weight
+from .located import locate, places
 from .numbered import names_of, numbers_from_names, refuse_repeated, tomogram_numbers, tomogram_texts, with_tokens
 from .paths import whole_file
 from .star import StarBlock, read_star
@@ -155,7 +155,7 @@ def read_stopgap_particles(
     shifts = np.stack([block.floats(label) for label in SHIFTS], axis=1) * place.pixel_size_angst
     poses = Poses(zxz_to_matrix(angles), shifts)
     half = _halves(block)
-    places = np.stack([block.floats(label) for label in PLACES], axis=1) if set(PLACES) <= set(block.labels) else None
+    centres = np.stack([block.floats(label) for label in PLACES], axis=1) if set(PLACES) <= set(block.labels) else None
     return ParticleSet(
         names=tuple(names),
         volume_paths=place.volume_paths,
@@ -169,7 +169,7 @@ def read_stopgap_particles(
         box_size=place.box_size,
         premultiplied=bool(premultiplied),
         source=_source(path, block, poses, half, place.pixel_size_angst),
-        coordinates=None if places is None else Coordinates.in_voxels(places, place.pixel_size_angst),
+        coordinates=places(centres, place.pixel_size_angst),
         classes=star_numbers(block, "class").astype(np.int32) if "class" in block.labels else None,
         scores=block.floats("score") if "score" in block.labels else None,
     )
@@ -290,8 +290,8 @@ def _new_text(path: str | Path, particles: ParticleSet, scores: FloatArray | Non
     if not particles.half.any():
         warnings.warn(f"{path}: the particles have no half-sets; _halfset is 'none', STOPGAP expects A and B", stacklevel=4)
     angles, shifts = matrix_to_zxz(particles.poses.rotations), particles.shifts_voxels()
-    places = np.zeros((n, 3)) if particles.coordinates is None else particles.coordinates.as_voxels()
-    places = np.where(np.isfinite(places), places, 0.0)
+    centres = np.zeros((n, 3)) if particles.coordinates is None else particles.coordinates.as_voxels()
+    centres = np.where(np.isfinite(centres), centres, 0.0)
     tomograms = tomogram_numbers(particles.tomograms)
     classes = np.ones(n, np.int32) if particles.classes is None else particles.classes
     values = np.zeros(n) if scores is None else np.where(np.isfinite(scores), scores, 0.0)
@@ -300,6 +300,6 @@ def _new_text(path: str | Path, particles: ParticleSet, scores: FloatArray | Non
     rows = []
     for i, number in enumerate(numbers.tolist()):
         cells = [str(i + 1), str(int(tomograms[i])), "1", str(number), _half_text(particles.half[i])]
-        cells += [f"{v + 0.0:.6f}" for v in (*places[i], values[i], *shifts[i], *angles[i])]
+        cells += [f"{v + 0.0:.6f}" for v in (*centres[i], values[i], *shifts[i], *angles[i])]
         rows.append("\t".join([*cells, str(int(classes[i]))]) + "\n")
     return head + "".join(rows)

@@ -87,6 +87,25 @@ def read_array(path: str | Path, *, quiet: bool = False) -> tuple[NDArray[Any], 
     return _finish(data, header, path, quiet)
 
 
+def map_array(path: str | Path, *, quiet: bool = False) -> tuple[NDArray[Any], VolumeHeader]:
+    """As `read_array`, without reading: a read-only view of the file, from which slices are read when they are taken.
+
+    A compressed file is read whole.
+    """
+    try:
+        with open(path, "rb", buffering=0) as handle:
+            raw = handle.read(HEADER_BYTES)
+            present = os.fstat(handle.fileno()).st_size
+        if raw[:2] == _GZIP or raw[:3] == _BZIP2:
+            return read_array(path, quiet=quiet)
+        header = _parse(raw, path)
+        check_size(header, present, path, quiet)
+        data = np.memmap(path, header.dtype, "r", header.offset, _stored_shape(header))
+    except OSError as error:
+        raise VolumeError(f"{path}: cannot be read ({_reason(error)})") from None
+    return _finish(data, header, path, quiet)
+
+
 def read_volume(path: str | Path, *, quiet: bool = False) -> Volume:
     """Read a cubic map.
 

@@ -23,6 +23,7 @@ from numba_glocal.backends.cuda.weights import WeightVolumes
 from numba_glocal.backends.protocols import Grid, ParticleBatch, ParticleMask, SumSetup
 from numba_glocal.errors import BadParticleError, DeviceError
 from numba_glocal.fourier import centred_rfftn, grid_band, max_band, padded_spectrum
+from numba_glocal.noise import NoiseModel
 from numba_glocal.particles import ParticleReader
 from numba_glocal.pose_prior import PosePrior, PriorWidths
 
@@ -188,12 +189,21 @@ def test_weights_are_stored_once():
     assert signed[:3].tolist() == [0, 1, 0] and relative[1] == pytest.approx(1 / a.max()) and len(scale) == 43
 
 
+def two_groups(case):
+    """The case with another noise model and gain for its last particle."""
+    own = case.setup.noise
+    other = NoiseModel(own.sigma2 * np.linspace(1.0, 3.0, len(own.sigma2)), 0.5, 0.1, 0.6)
+    groups = np.zeros(len(case.volumes), np.int32)
+    groups[-1] = 1
+    return case.with_setup(noise=(own, other)), replace(case.batch, groups=groups)
+
+
 def test_spectra_are_those_of_the_masked_volume(make_case):
-    """flcf needs masked and unmasked ones: against FFTW."""
-    case = make_case(8, "wedge", particles=1, score="flcf")
+    """flcf needs masked and unmasked ones: against FFTW. Its score is the CPU's."""
+    case, batch = two_groups(make_case(8, "wedge", particles=1, score="flcf"))
     backend = CUDABackend()
     session = backend.open_search(case.setup)
-    assert session.load(case.batch) == []
+    assert session.load(batch) == []
     pool, mask = session._loaded_pool(), session._mask
     reach = max_band(pool.n)
     band = grid_band(pool.n, reach)
@@ -210,24 +220,44 @@ def test_spectra_are_those_of_the_masked_volume(make_case):
             padded = pool.spectra[kind].copy_to_host()[slot * pool.pad.size : (slot + 1) * pool.pad.size].view(np.complex64)
             expected_padded = padded_spectrum(expected, pool.reach)
             assert np.abs(padded.reshape(expected_padded.shape) - expected_padded).max() < 1e-5 * np.abs(expected_padded).max()
+    on_host = CPUBackend().open_search(case.setup)
+    assert on_host.load(batch) == []
+    scores = [s.refine(case.starts, case.shifts_angst).scores for s in (session, on_host)]
+    np.testing.assert_allclose(*scores, rtol=1e-3)
 
 
 def test_as_the_cpu_backend_and_nothing_is_read_twice(make_case):
-    """Load, residuals, refinement, sums; then another band."""
-    case = make_case(8, "wedge", particles=2)
-    batch, reads = counted(case.batch)
+    """Load, search, residuals, refinement, sums, each particle with the noise of its own group."""
+    case, batch = two_groups(make_case(8, "wedge", particles=2))
+    plain = batch
+    batch, reads = counted(batch)
     gpu, cpu = CUDABackend(), CPUBackend()
     sessions = [backend.open_search(case.setup) for backend in (gpu, cpu)]
-    assert sessions[0].load(batch) == sessions[1].load(case.batch) == []
-    a, b = (session.residuals(case.rotations, case.shifts_angst) for session in sessions)
-    np.testing.assert_allclose(a.power, b.power, atol=1e-5 * b.power.max())
-    np.testing.assert_array_equal(a.count, b.count)
+    assert sessions[0].load(batch) == sessions[1].load(plain) == []
+    both = [session.residuals(case.rotations, case.shifts_angst) for session in sessions]
+    for group in (0, 1):
+        a, b = (residuals[group] for residuals in both)
+        np.testing.assert_allclose(a.power, b.power, atol=1e-5 * b.power.max())
+        np.testing.assert_array_equal(a.count, b.count)
+    (each, signed), (other, _) = (session.residuals_each(case.rotations, case.shifts_angst) for session in sessions)
+    np.testing.assert_allclose(each.power, other.power, atol=1e-5 * other.power.max())
+    np.testing.assert_allclose(each.power.sum(0), both[0][0].power + both[0][1].power, rtol=1e-5, atol=1e-9)
+    assert not signed.any()
+    level = case.level(2, keep=1, shift_radius_angst=0.0)
+    a, b = (session.search(case.starts, case.shifts_angst, level) for session in sessions)
+    np.testing.assert_allclose(a.scores, b.scores, rtol=1e-4)
     a, b = (session.refine(case.starts, case.shifts_angst) for session in sessions)
     np.testing.assert_allclose(a.rotations, b.rotations, atol=1e-4)
     np.testing.assert_allclose(a.shifts_angst, b.shifts_angst, atol=0.02)
     np.testing.assert_allclose(a.log_likelihood, b.log_likelihood, rtol=1e-4)
+    np.testing.assert_allclose(a.denominator, b.denominator, rtol=1e-4)
+    of_ncc = [backend.open_search(replace(case.setup, score="ncc")) for backend in (gpu, cpu)]
+    assert of_ncc[0].load(batch) == of_ncc[1].load(plain) == []
+    a, b = (session.refine(case.starts, case.shifts_angst) for session in of_ncc)
+    np.testing.assert_allclose(a.scores, b.scores, rtol=1e-4)
     sums = [backend.open_sum(SumSetup(case.setup.grid, case.setup.particle_mask, case.setup.noise)) for backend in (gpu, cpu)]
-    assert sums[0].add(batch, case.rotations, case.shifts_angst) == sums[1].add(case.batch, case.rotations, case.shifts_angst) == []
+    for total, given in zip(sums, (batch, plain), strict=True):
+        assert total.add(given, case.rotations, case.shifts_angst, np.array([1.0, 0.3])) == []
     a, b = (session.result() for session in sums)
     np.testing.assert_allclose(a.numerator, b.numerator, atol=1e-5 * np.abs(b.numerator).max())
     np.testing.assert_allclose(a.denominator, b.denominator, atol=1e-5 * b.denominator.max())

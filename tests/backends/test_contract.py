@@ -137,7 +137,7 @@ def test_unusable_particles_are_named_and_left_out(make_backend, make_case):
         refined = session.refine(found, case.shifts_angst)
         assert (refined.scores[[1, 2]] == -np.inf).all()
         assert np.isfinite(refined.scores[[0, 3]]).all()
-        results.append(session.residuals(refined.rotations, refined.shifts_angst).count)
+        results.append(session.residuals(refined.rotations, refined.shifts_angst)[0].count)
         sums = backend.open_sum(SumSetup(case.setup.grid, case.setup.particle_mask, case.setup.noise))
         assert sums.add(batch, case.rotations, case.shifts_angst) == [(1, "constant")]
         assert sums.result().n_particles == 3
@@ -211,6 +211,18 @@ def test_covariance_is_the_scatter_of_refined_poses(make_backend, make_case):
     whitened = np.stack([np.linalg.solve(np.linalg.cholesky(c), e) for c, e in zip(found.covariances, error, strict=True)])
     rms = np.sqrt((whitened**2).mean(0))
     assert ((rms > 0.7) & (rms < 1.6)).all()
+
+
+def test_no_steps_leave_the_poses_and_give_their_sums(make_backend, make_case):
+    case = make_case(16, "ctf2", gamma=1.0, particles=2, noise=1.5)
+    away = as_candidates(case.rotations, case.shifts_angst + 0.5 * case.voxel_angst)
+    fast, exact = (opened(backend, case).refine(away, case.shifts_angst, 0) for backend in (make_backend(), ReferenceBackend()))
+    for found in (fast, exact):
+        np.testing.assert_array_equal(found.rotations, case.rotations)
+        np.testing.assert_allclose(found.shifts_angst, away.shifts_angst[:, 0], rtol=1e-12)
+        assert (found.steps == 0).all()
+    np.testing.assert_allclose(fast.numerator, exact.numerator, rtol=0.02)
+    np.testing.assert_allclose(fast.denominator, exact.denominator, rtol=0.02)
 
 
 def test_margin_is_the_gain_over_another_pose(make_backend, make_case):
@@ -421,14 +433,30 @@ def test_a_limit_that_leaves_no_place_leaves_no_candidate(make_backend, make_cas
 def test_residual_power(make_backend, make_case, n, weight):
     """The same samples in the same bins; power within 4 % where there is noise (1-2 % interpolation error of a weak model)."""
     case = make_case(n, weight, particles=6, k_max=4.0)
-    fast, exact = (opened(b, case).residuals(case.rotations, case.shifts_angst) for b in (make_backend(), ReferenceBackend()))
+    fast, exact = (opened(b, case).residuals(case.rotations, case.shifts_angst)[0] for b in (make_backend(), ReferenceBackend()))
     np.testing.assert_array_equal(fast.count, exact.count)
     np.testing.assert_allclose(fast.weight_sum, exact.weight_sum, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(fast.power.sum(0), exact.power.sum(0), rtol=0.04)
     assert exact.count[:, 7 if n == 16 else 6 :].sum() == 0
-    moved = opened(make_backend(), case).residuals(case.rotations, case.shifts_angst + case.voxel_angst)
+    moved = opened(make_backend(), case).residuals(case.rotations, case.shifts_angst + case.voxel_angst)[0]
     assert (moved.power.sum(0)[1:5] > 1.02 * fast.power.sum(0)[1:5]).all()
     np.testing.assert_allclose(moved.power.sum(0)[5:], fast.power.sum(0)[5:], err_msg="nothing is subtracted beyond the band")
+
+
+@pytest.mark.parametrize(("weight", "signed"), [("ctf2", False), ("ctf", True)])
+def test_residuals_of_each_particle_add_up(make_backend, make_case, weight, signed):
+    """They are those of all, particle by particle; one that cannot be used has none."""
+    case = make_case(16, weight, particles=3)
+    session = opened(make_backend(), case)
+    each, found = session.residuals_each(case.rotations, case.shifts_angst)
+    total = session.residuals(case.rotations, case.shifts_angst)[0]
+    assert found.tolist() == [signed] * 3
+    exact, _ = opened(ReferenceBackend(), case).residuals_each(case.rotations, case.shifts_angst)
+    for name in ("power", "count", "weight_sum"):
+        assert getattr(each, name).shape == (3, *getattr(total, name).shape)
+        np.testing.assert_allclose(getattr(each, name).sum(0), getattr(total, name), rtol=1e-5)
+        np.testing.assert_allclose(getattr(each, name).sum(1), getattr(exact, name).sum(1), rtol=0.1, err_msg=name)
+    assert np.ptp(each.power.sum((1, 2))) > 0.001 * each.power.sum((1, 2)).mean(), "particles differ"
 
 
 def test_residuals_at_the_truth_give_back_the_noise(make_backend, make_case):
@@ -438,7 +466,7 @@ def test_residuals_at_the_truth_give_back_the_noise(make_backend, make_case):
     taken off, which takes a little noise out of the first shells.
     """
     case = make_case(16, "none", particles=24, noise=2.0)
-    power = opened(make_backend(), case).residuals(case.rotations, case.shifts_angst)
+    power = opened(make_backend(), case).residuals(case.rotations, case.shifts_angst)[0]
     shells = slice(3, 7)
     measured = power.power.sum(0)[shells] / power.count.sum(0)[shells]
     np.testing.assert_allclose(measured, case.setup.noise.sigma2[shells], rtol=0.1)
@@ -459,6 +487,22 @@ def test_sums_are_the_oracles(make_backend, make_case, n, weight, gamma):
     # 1 / V comes from a table of 512 values of a: up to 5 % for a few weights near 0, hence relative to the largest sum
     np.testing.assert_allclose(fast.denominator, exact.denominator, atol=(0.01 if gamma else 1e-5) * exact.denominator.max())
     np.testing.assert_allclose(fast.numerator, exact.numerator, atol=(0.01 if gamma else 1e-5) * np.abs(exact.numerator).max())
+
+
+def test_a_share_is_that_part_of_a_particle(make_backend, make_case):
+    """Sums are linear in the shares: a half and a quarter of two particles are a half and a quarter of each one's own sums."""
+    case = make_case(16, "ctf2", gamma=1.0, particles=2)
+    setup = SumSetup(case.setup.grid, case.setup.particle_mask, case.setup.noise)
+    for backend, tolerance in ((make_backend(), 1e-5), (ReferenceBackend(), 1e-12)):
+        sums = []
+        for shares in ([1.0, 0.0], [0.0, 1.0], [0.5, 0.25]):
+            session = backend.open_sum(setup)
+            assert session.add(case.batch, case.rotations, case.shifts_angst, np.array(shares)) == []
+            sums.append(session.result())
+        for part in ("numerator", "denominator"):
+            first, second, both = (getattr(one, part) for one in sums)
+            np.testing.assert_allclose(both, 0.5 * first + 0.25 * second, atol=tolerance * np.abs(both).max())
+            assert np.abs(second).max() > 0.1 * np.abs(first).max()
 
 
 @pytest.mark.parametrize("n", [16, 15])

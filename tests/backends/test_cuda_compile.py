@@ -27,13 +27,13 @@ n = int64
 WEIGHTS = (f, n, i32)
 SIGNATURES = {
     "contract": (f, n, n, n, n, f, n, n, n, n, f, n, n, n, n, n, n),
-    "turn": (f, n, i32, n, *WEIGHTS, n, f2, i32, f, f, f, f, f, f2, f2, f2, f2),
+    "turn": (f, n, i32, n, *WEIGHTS, n, f2, i32, f, f2, f, i32, f, f, f, f2, f2, f2, f2),
     "fill_templates": (f, n, f, f2, f, f2),
     "products": (f2, f2, f2),
     "finish_scores": (f2, f2, f, n, float32),
     "take_off": (f2, f2),
     "choose": (f2, i32, i32, f2, f2, float32, n, f3, i2, f2),
-    "band_power": (f, n, i32, i32, *WEIGHTS, i32, i32, f2, i32, f, f, d),
+    "band_power": (f, n, i32, i32, *WEIGHTS, i32, i32, f2, i32, f, f2, i32, d),
     "refine": (
         f,
         n,
@@ -49,7 +49,9 @@ SIGNATURES = {
         f2,
         i32,
         f,
+        f2,
         f,
+        i32,
         f,
         d2,
         d2,
@@ -62,7 +64,7 @@ SIGNATURES = {
         d2,
         i32,
     ),
-    "residual_power": (f, n, n, float32, f, n, i32, i32, int16[::1], *WEIGHTS, i32, i32, i32, f, f, f, f2, f2, f3, f3, f3),
+    "residual_power": (f, n, n, float32, f, n, i32, i32, int16[::1], *WEIGHTS, i32, i32, i32, f, f, i32, f, f, f2, f2, f3, f3, f3),
     "column_scales": (f2, f, n, f),
     "half_columns": (f2, f, f, n, float16[::1]),
     "half_templates": (f, n, i32, f, f2, n, n, n, float32, n, float16[::1]),
@@ -73,7 +75,7 @@ SIGNATURES = {
     "float_sums": (int64[:, ::1], f, f),
     "clear_best": (uint64[:, ::1],),
     "unpack_best": (uint64[:, ::1], f2, i2),
-    "insert": (int64[:, ::1], n, n, f, n, i32, i32, int16[::1], *WEIGHTS, i32, f2, i32, f, f2, f2),
+    "insert": (int64[:, ::1], n, n, f, n, i32, i32, int16[::1], *WEIGHTS, i32, i32, f2, i32, f, f2, f, i32, f2, f2, f),
 }
 PREPARE = {
     "particle_facts": (f2, f, n, n, n, float32, f2, i32),

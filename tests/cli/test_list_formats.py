@@ -83,6 +83,8 @@ def test_every_format_gives_the_poses_of_the_star_list(tiny, listed, invoke, tmp
     assert np.abs(again.poses.shifts_angst - found.shifts_angst).max() < 1e-4
     relion = read_particles(tmp_path / kind / "particles.star")
     assert [p.name for p in relion.volume_paths] == [p.name for p in again.volume_paths]
+    # a run that goes on from it has the same wedge
+    assert set(relion.weight_paths) == {(TiltRange(*TILTS),)}
     assert sorted(relion.half.tolist()) == [1] * 6 + [2] * 6
     assert again.half.tolist() == (relion.half.tolist() if kind in ("pytom", "stopgap") else [0] * 12)
     np.testing.assert_allclose(again.scores, relion.scores, rtol=1e-4)
@@ -91,7 +93,7 @@ def test_every_format_gives_the_poses_of_the_star_list(tiny, listed, invoke, tmp
 
 @pytest.mark.filterwarnings("ignore:.*(holds no wedges|have no half-sets)")
 def test_averages_and_the_sign_of_tilts(listed, invoke, tmp_path):
-    """Field case 34: a one-sided wedge and its mirror image are not the same, and --flip-tilt turns one into the other."""
+    """Field cases 34, 37: a one-sided wedge and its mirror image are not the same; --flip-tilt turns one into the other, and the plan says so."""
     options = ("--particle-diameter", "200", "--split", "particle", "--cpu-procs", "1")
     maps = {}
     for name, kind, more in (
@@ -118,3 +120,48 @@ def test_one_line_where_an_option_does_not_fit(listed, invoke, tmp_path):
     done = invoke("average", path, "-o", tmp_path / "run", *options[:2])
     assert done.exit_code == 2 and "--particle-names gives others" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_convert_between_packages(shared, invoke, tmp_path):
+    """Real lists to every other format: poses stay, what is lost is said, and the lists' own options are asked for by name."""
+    lists = shared / "data/lists"
+    wedge = lists / "stopgap_wedge_list.star"
+    sources = {"pytom_particles_10.xml": (), "dynamo_35col.tbl": ("{}.mrc",), "stopgap_motl.star": ("{}.mrc",), "emmotl_ribosome.em": ("{}.mrc",)}
+    for name, template in sources.items():
+        given = {"pixel_size_angst": 2.5, "require_volumes": False, **({"particle_names": template[0]} if template else {})}
+        before = read_particles(lists / name, **given)
+        for target in ("a.xml", "a.tbl", "a.em", "relion.star", "stopgap.star"):
+            key = {"relion.star": ("--to", "relion31"), "stopgap.star": ("--to", "stopgap")}.get(target, ())
+            done = command(
+                invoke,
+                "convert",
+                lists / name,
+                tmp_path / target,
+                *key,
+                "--pixel-size",
+                2.5,
+                "--overwrite",
+                *(("--particle-names", *template) if template else ()),
+            )
+            named = {
+                "pixel_size_angst": 2.5,
+                "require_volumes": False,
+                **({"particle_names": "{}.mrc"} if "xml" not in target and "relion" not in target else {}),
+            }
+            after = read_particles(tmp_path / target, **named)
+            assert angle_between_deg(before.poses.rotations, after.poses.rotations).max() < 5e-5
+            assert np.abs(before.poses.shifts_angst - after.poses.shifts_angst).max() < 2e-5
+            # places that nobody filled in are none
+            assert (before.coordinates is None) == (after.coordinates is None) == name.endswith(".xml")
+            if before.coordinates is not None:
+                assert np.abs(before.coordinates.as_voxels() - after.coordinates.as_voxels()).max() < 1e-5
+            if template or "xml" in target or "relion" in target:
+                assert after.names == before.names
+            said = " ".join((done.output + done.stderr).split())
+            if name.endswith(".tbl"):
+                assert ("tilt ranges" in said) == (target in ("a.em", "stopgap.star"))
+                assert (after.weight_paths == before.weight_paths) == (target not in ("a.xml", "a.em", "stopgap.star"))
+    with pytest.raises(AssertionError, match="no tilts of tomogram 24"):
+        command(invoke, "convert", lists / "stopgap_motl.star", tmp_path / "b.xml", "--pixel-size", 2.5, "--wedge-list", wedge)
+    done = invoke("convert", lists / "pytom_particles_10.xml", tmp_path / "b.tbl")
+    assert done.exit_code == 2 and "no pixel size in the list" in done.stderr and not (tmp_path / "b.tbl").exists()

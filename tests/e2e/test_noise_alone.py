@@ -31,11 +31,11 @@ def corrected_fsc(run):
     return np.array([float(v) for v in block.find_values("_rlnFourierShellCorrelationCorrected")])
 
 
-@pytest.mark.parametrize("score", ["ml", "flcf"])
-def test_noise_does_not_become_structure(score, noise, align_here, tmp_path):
+@pytest.mark.parametrize(("score", "everywhere"), [("ml", False), ("flcf", False), ("ml", True)])
+def test_noise_does_not_become_structure(score, everywhere, noise, align_here, tmp_path):
     lowest = BOX * PIXEL / 5  # the start map holds shells up to 5
     options = {"reference": str(noise.reference), "initial_lowpass_angst": lowest, "particle_diameter_angst": 200.0}
-    align_here(noise.start, tmp_path / "run", iterations=3, score=score, **options)
+    align_here(noise.start, tmp_path / "run", iterations=3, score=score, global_search=everywhere, **options)
     for number in (1, 2, 3):
         curve = corrected_fsc(tmp_path / "run" / f"iter_{number:03d}")
         # the mask carries a little of shell 5 into the next two

@@ -7,6 +7,7 @@ import json
 import gemmi
 import numpy as np
 import pytest
+from scipy.ndimage import gaussian_filter
 
 
 def test_planted_poses_are_found(planted, planted_run, pose_errors):
@@ -46,3 +47,20 @@ def test_other_scores_find_the_poses_too(planted, align_here, pose_errors, tmp_p
     assert len(angles_deg) == 16
     assert np.median(angles_deg) < 0.6 and np.median(distances_angst) < 0.7  # seen: 0.39 degrees, 0.43 A
     assert angles_deg.max() < 5
+
+
+def test_flcf_under_a_mask_of_the_particle(planted, align_here, pose_errors, tmp_path):
+    """A mask file made from the map, no sphere, half of what the sphere holds: the local deviation is taken under it as it turns."""
+    from numba_glocal.io import read_volume, write_volume
+    from numba_glocal.masks import spherical_mask, threshold_mask
+    from numba_glocal.values import Volume
+
+    truth = read_volume(planted / "truth.mrc")
+    mask = threshold_mask(gaussian_filter(truth.data, 1.0), 0.8, 1.0, 4.0, largest_part=True)
+    assert mask.sum() < 0.6 * spherical_mask(48, 19.9).sum()
+    write_volume(tmp_path / "mask.mrc", Volume(mask, truth.pixel_size_angst))
+    settings = {"iterations": 1, "subset": 6, "score": "flcf", "reference": str(planted / "truth.mrc"), "mask": str(tmp_path / "mask.mrc")}
+    align_here(planted / "start.star", tmp_path / "run", **settings)
+    angles_deg, distances_angst = pose_errors(planted / "truth.star", tmp_path / "run" / "particles.star")
+    assert len(angles_deg) == 12 and angles_deg.max() < 5
+    assert np.median(angles_deg) < 0.7 and np.median(distances_angst) < 0.8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -37,6 +38,16 @@ def poses(run):
 def history(run):
     with np.load(sorted(run.glob("iter_*/state.npz"))[-1]) as state:
         return json.loads(str(state["facts"]))["history"]
+
+
+def class_shares(run):
+    with np.load(sorted(run.glob("iter_*/state.npz"))[-1]) as state:
+        return state["class_shares"]
+
+
+def partly(run):
+    """Whether any particle belongs to several classes."""
+    return bool(((class_shares(run) > 0) & (class_shares(run) < 1)).any())
 
 
 def average(run):
@@ -92,6 +103,17 @@ SETTINGS = {
     "particles": (lambda t: str(t.truth), {}, other_poses),
     "output": (None, {}, lambda base, changed: base != changed and changed.exists()),
     "reference": (lambda t: str(t.blurred), {}, other_poses),
+    "further_references": (
+        lambda t: (str(t.blurred),),
+        {},
+        lambda base, changed: [len(history(run)[0].get("classes", ())) for run in (base, changed)] == [0, 2],
+    ),
+    "classes": (2, {"iterations": 2}, lambda base, changed: set(column(changed, "ngClass")) == {1, 2}),
+    "class_assignment": (
+        "soft",
+        {"classes": 2, "iterations": 2},  # of particles of one kind
+        lambda base, changed: partly(changed) and not partly(base),
+    ),
     "initial_lowpass_angst": (100.0, {}, other_poses),
     "mask": (lambda t: str(t.mask), {}, other_mask),
     "particle_diameter_angst": (120.0, {}, other_mask),
@@ -137,6 +159,11 @@ SETTINGS = {
         lambda base, changed: history(changed)[1]["increment_deg"] == 12 > history(base)[1]["increment_deg"],
     ),
     "score": ("ncc", {}, lambda base, changed: column(base, "ngScore").max() > 1 >= column(changed, "ngScore").max()),
+    "noise_groups": (
+        "none",
+        {"particles": "two_tomograms"},
+        lambda base, changed: [len(history(run)[0]["noise"]["1"]) for run in (base, changed)] == [2, 1] and other_poses(base, changed),
+    ),
     "highpass_angst": (130.0, {}, other_poses),
     "lowpass_angst": (70.0, {"iterations": 2}, lambda base, changed: history(base)[1]["band_angst"] < 70 <= history(changed)[1]["band_angst"]),
     "fsc_criterion": (0.9, {}, lambda base, changed: history(changed)[0]["resolution_angst"] > history(base)[0]["resolution_angst"]),
@@ -151,6 +178,14 @@ SETTINGS = {
     "wedge_list": (lambda t: str(t.wedges), {"particles": "numbered"}, other_poses),
     "split": ("tomogram", {}, other_halves),
     "seed": (5, {"split": "particle"}, other_halves),
+    # two folders hold particles of the same names
+    "root": (lambda t: str(t.elsewhere), {}, other_poses),
+    "mirror": (True, {"initial_lowpass_angst": 50.0}, other_poses),
+    "check_hand": (
+        True,
+        {},
+        lambda base, changed: ['"event": "hand"' in (run / "events.jsonl").read_text() for run in (base, changed)] == [False, True],
+    ),
     "iterations": (2, {}, lambda base, changed: (len(history(base)), len(history(changed))) == (1, 2)),
     "until_converged": (
         True,
@@ -200,6 +235,9 @@ def sets(tmp_path_factory):
     lists["blurred"] = write("blurred.mrc", ndimage.gaussian_filter(reference, 1.5))
     lists["mask"] = write("box_mask.mrc", np.abs(grid).max(0) <= 6)
     text = made.start.read_text()
+    # ten particles in one tomogram, two in another: enough of the first for a noise model of its own
+    lists["two_tomograms"] = folder / "two_tomograms.star"
+    lists["two_tomograms"].write_text(re.sub(r"(particle_000(?:0\d|10).* )tomo_\d", r"\1tomo_9", text))
     # without the weight volumes
     labels = [line.split()[0] for line in text.splitlines() if line.startswith("_rln")]
     labels = labels[labels.index("_rlnImageName") :]
@@ -213,6 +251,8 @@ def sets(tmp_path_factory):
             lines.append(line)
     lists["no_weights"] = folder / "no_weights.star"
     lists["no_weights"].write_text("\n".join(lines) + "\n")
+    lists["elsewhere"] = folder / "elsewhere"
+    simulate(lists["elsewhere"], SimulationSettings(count=12, box_size=20, pixel_size_angst=16.0, snr=0.5, seed=7))
     # each turned by half a turn about the reference's z: (R g)^-1 = g^-1 Rz(rot) ..
     turned = gemmi.cif.read(str(made.start))
     for row in turned.find_block("particles").find(["_rlnAngleRot"]):

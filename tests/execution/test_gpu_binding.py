@@ -164,6 +164,13 @@ def test_the_plan_says_how_many_and_why(two_gpus):
     assert (plan.workers, plan.gpu_ids, plan.per_gpu, plan.reason) == (6, ("1", "0"), 3, "")
 
 
+def test_flcf_under_a_mask_file_is_for_the_cpu(two_gpus):
+    asked = {"score": "flcf", "mask": "mask.mrc"}
+    with pytest.raises(SettingsError, match=r"--score flcf with --mask mask\.mrc: on the CPU only; expected --gpus none"):
+        running.choose_workers(AlignSettings("p.star", "run", **asked))
+    assert running.choose_workers(AlignSettings("p.star", "run", gpus="none", **asked)).backend == "cpu"
+
+
 # --- precision ------------------------------------------------------------------------------------------------------------------------------
 
 

@@ -409,7 +409,7 @@ REFUSED = {
     "box against list": ({"rlnImageName": ["a.mrc"]}, {**OPTICS, "rlnImageSize": ["8"]}, "rlnImageSize is 8, the volumes have box 4"),
     "mixed boxes": ({"rlnImageName": ["a.mrc", "big.mrc"]}, None, "different box sizes: 1 of box 4"),
     "angle": ({**ONE, **dict.fromkeys(ANGLES, ["0"]), "rlnAngleRot": ["north"]}, OPTICS, ":19: _rlnAngleRot is 'north', expected a finite"),
-    "one angle missing": ({**ONE, "rlnAngleRot": ["1"], "rlnAnglePsi": ["2"]}, OPTICS, "no column _rlnAngleTilt; expected all three"),
+    "one angle missing": ({**ONE, "rlnAngleRot": ["1"], "rlnAnglePsi": ["2"]}, OPTICS, "no column _rlnAngleTilt; expected all of"),
     "two angles missing": ({**ONE, "rlnAngleTilt": ["1"]}, None, "no column _rlnAngleRot and _rlnAnglePsi; expected"),
     "one origin missing": ({**ONE, "rlnOriginX": ["1"], "rlnOriginY": ["2"]}, None, "no column _rlnOriginZ; expected"),
     "origin": ({**ONE, **dict.fromkeys(ORIGINS_ANGST, ["nan"])}, OPTICS, ":19: _rlnOriginXAngst is 'nan', expected a finite number"),

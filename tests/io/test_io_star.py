@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -178,7 +179,7 @@ def test_bytes_that_are_not_utf8_survive(tmp_path):
     path = tmp_path / "x.star"
     path.write_bytes(b"data_\nloop_\n_a\n_b\nM\xfcller.mrc 1\n")
     write_star(tmp_path / "y.star", read_star(path))
-    assert b"M\xfcller.mrc\t1\n" in (tmp_path / "y.star").read_bytes()
+    assert b"M\xfcller.mrc 1\n" in (tmp_path / "y.star").read_bytes()
 
 
 def test_writing_is_whole_or_nothing(tmp_path):
@@ -190,6 +191,64 @@ def test_writing_is_whole_or_nothing(tmp_path):
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
     with pytest.raises(GlocalError, match="cannot be written"):
         write_star(tmp_path / "no_such_folder" / "x.star", StarDocument([]))
+
+
+NUMBERS = st.one_of(
+    st.floats(allow_nan=False, allow_infinity=False).map(repr),
+    st.decimals(allow_nan=False, allow_infinity=False, places=6).map(str),
+    st.integers(-(10**18), 10**18).map(str),
+    st.from_regex(r"[+-]?([0-9]{1,9}\.?[0-9]{0,12}|\.[0-9]{1,9})([eE][+-]?[0-9]{1,2})?", fullmatch=True),
+)
+
+
+@given(st.lists(NUMBERS, min_size=1, max_size=30))
+def test_numbers_are_exactly_what_float_says(texts):
+    block = parse_star("data_\nloop_\n_x\n_y\n" + "".join(f"{text} a\n" for text in texts)).blocks[0]
+    assert block.floats("x").tolist() == [float(text) for text in texts]
+    assert [str(v) for v in block.floats("x")] == [str(np.float64(text)) for text in texts]  # the sign of -0, too
+
+
+@pytest.mark.parametrize("text", ["", "+", "-", ".", "-.", "1.2.3", "1-2", "--1", "1e", "0x10", "1_0", "a", "1,5", "inf", "nan", "\u0663"])
+def test_what_is_no_number_is_refused(text):
+    block = parse_star(f"data_\nloop_\n_x\n_y\n1 a\n{quote(text) if text else repr(text)} a\n2 b\n", "f.star").blocks[0]
+    if text in ("1_0", "\u0663"):  # Python's own numbers, which no program of the field writes
+        return
+    with pytest.raises(ListError, match=r"f.star:6: _x is '.*', expected a finite number"):
+        block.floats("x")
+
+
+def test_rows_in_pieces_are_the_same_rows(monkeypatch):
+    """A file longer than what is looked at in one go, with blank lines, comments, quotes and words that begin blocks among the rows."""
+    from numba_glocal.io import star
+
+    rows = [f"{('data', 'loop', 'd', 'L', 'x')[i % 5]}{i}.mrc  {i}.5 \t t{i % 3}" for i in range(200)]
+    odd = {20: "", 41: "# a comment", 60: "'a b' 60.5 t0", 83: "", 84: "", 120: "#1.mrc 120.5 t0", 150: "_1.mrc 150.5 t0", 199: "data_x.mrc 199.5 t1"}
+    lines = [odd.get(i, row) for i, row in enumerate(rows)]
+    text = "data_a\nloop_\n_x\n_y\n_z\n" + "\n".join(lines) + "\n\n# of b\ndata_b\n_k v\n"
+    whole = parse_star(text)
+    for size in (40, 177, 1024):
+        monkeypatch.setattr(star, "_CHUNK_BYTES", size)
+        pieces = parse_star(text)
+        assert _as_we_see(pieces) == _as_we_see(whole)
+        assert list(pieces.blocks[0].row_lines) == list(whole.blocks[0].row_lines) == [i + 6 for i in range(200) if i not in (20, 41, 83, 84)]
+        assert pieces.blocks[1].comments == ["# of b"]
+    kept = [i for i in range(200) if i not in (20, 41, 83, 84)]
+    assert whole.blocks[0].floats("y").tolist() == [i + 0.5 for i in kept]
+    assert whole.blocks[0].texts("x")[kept.index(60)] == "a b" and whole.blocks[0].texts("x")[-1] == "data_x.mrc"
+
+
+def test_unchanged_rows_keep_their_blanks(tmp_path):
+    """Columns that stood side by side are copied with what stands between them; a changed one has tabs about it."""
+    path = tmp_path / "x.star"
+    path.write_text("data_\nloop_\n_a\n_b\n_c\n_d\n  1.0   2    3 \t 4  # five\n 5 6 7  8\n")
+    document = read_star(path)
+    write_star(tmp_path / "y.star", document)
+    assert (tmp_path / "y.star").read_text().endswith("_d #4\n1.0   2    3 \t 4\n5 6 7  8\n\n")
+    document.blocks[0].set_column("c", ["x", "y"])
+    write_star(tmp_path / "y.star", document)
+    assert (tmp_path / "y.star").read_text().endswith("1.0   2\tx\t4\n5 6\ty\t8\n\n")
+    write_star(tmp_path / "y.star", StarDocument([document.blocks[0].take([1])]))
+    assert (tmp_path / "y.star").read_text().endswith("_d #4\n5 6\ty\t8\n\n")
 
 
 def test_numbers_name_their_line(tmp_path):
@@ -232,7 +291,11 @@ def test_any_text_survives_writing_and_reading(tmp_path_factory, rows, pairs):
     assert {key: again.value(key) for key in pairs} == pairs
 
 
-@given(st.lists(st.lists(st.text("abc#'_\"0.d-:@[]", min_size=1, max_size=6), min_size=3, max_size=3), min_size=1, max_size=5))
+# gemmi closes a quote in front of # too: no quoting suits it where both marks stand so
+_FOR_GEMMI = st.text("abc#'_\"0.d-:@[]", min_size=1, max_size=6).filter(lambda text: not ("'#" in text and '"#' in text))
+
+
+@given(st.lists(st.lists(_FOR_GEMMI, min_size=3, max_size=3), min_size=1, max_size=5))
 def test_gemmi_reads_what_is_written(tmp_path_factory, rows):
     block = StarBlock.from_columns("b", {f"l{k}": [r[k] for r in rows] for k in range(3)})
     path = tmp_path_factory.getbasetemp() / "gemmi.star"

@@ -416,3 +416,26 @@ def test_refused(tmp_path, make, message):
     with pytest.raises(GlocalError, match=message) as error:
         read(make(tmp_path))
     assert "\n" not in str(error.value)
+
+
+def test_tilts_in_columns_of_a_relion_list(tmp_path):
+    """Wedges by tilts survive as columns of our own; weight volumes go before them, and what is no range is refused."""
+    limits = {13: 1, 14: -70, 15: 40.5}
+    particles = read(tbl(tmp_path / "a.tbl", {1: 1, **limits}, {1: 2}, {1: 3, **limits, 13: 2, 16: -60, 17: 60}))
+    write_particles(tmp_path / "b.star", particles)
+    back = read(tmp_path / "b.star")
+    assert back.weight_paths == ((TiltRange(-70.0, 40.5),), None, None)
+    relion = next(f for f in list_formats() if f.key == "relion31")
+    lost = left_behind(particles, relion)
+    assert "wedges of two tilt series or of other axes than y" in lost and "tilt ranges" not in lost
+    write_particles(tmp_path / "c.star", back)
+    assert read(tmp_path / "c.star").weight_paths == back.weight_paths
+    text = "data_\nloop_\n_rlnImageName\n_rlnCtfImage\n_ngTiltMinDeg\n_ngTiltMaxDeg\na.mrc w.mrc -50 60\nb.mrc None {} 60\n"
+    (tmp_path / "d.star").write_text(text.format(-50))
+    assert read(tmp_path / "d.star").weight_paths == (tmp_path / "w.mrc", (TiltRange(-50.0, 60.0),))
+    (tmp_path / "d.star").write_text(text.format(70))
+    with pytest.raises(GlocalError, match="d.star:8: _ngTiltMinDeg 70 and _ngTiltMaxDeg 60: expected -90 <= smallest < largest"):
+        read(tmp_path / "d.star")
+    (tmp_path / "d.star").write_text("data_\nloop_\n_rlnImageName\n_ngTiltMaxDeg\na.mrc 60\n")
+    with pytest.raises(GlocalError, match="no column _ngTiltMinDeg"):
+        read(tmp_path / "d.star")

@@ -46,7 +46,7 @@ def test_the_real_list(shared, tmp_path):
     assert list(particles.names) == [e.attrib["Filename"] for e in elements]
     assert set(particles.tomograms) == {"tomo1.tomostar"} and particles.classes.tolist() == [0] * 10 and particles.scores.tolist() == [0.0] * 10
     assert set(particles.weight_paths) == {(TiltRange(-60.0, 60.0, smooth_voxels=0.0, cutoff_voxels=50.0),)}
-    assert not particles.half.any() and not particles.poses.shifts_angst.any() and not particles.coordinates.voxels.any()
+    assert not particles.half.any() and not particles.poses.shifts_angst.any() and particles.coordinates is None
     write_particles(tmp_path / "out.xml", particles)
     assert (tmp_path / "out.xml").read_bytes() == path.read_bytes()
     with pytest.raises(GlocalError, match="10 of 10 particle volumes not found: ./testparticles/particle_0.em"):

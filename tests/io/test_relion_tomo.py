@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import sys
 import warnings
 from pathlib import Path
 
-import mrcfile
 import numpy as np
 import pytest
 
@@ -17,122 +17,29 @@ from numba_glocal.io import read_particles, write_particles
 from numba_glocal.values import Poses
 
 gemmi = pytest.importorskip("gemmi")
-
-BOX, PIXEL, SERIES_PIXEL = 20, 8.0, 2.0
-# an object without symmetry, not even a mirror plane: (x, y, z) in Angstrom and mass
-BLOBS = np.array([[0.0, 0, 0], [26, 5, -3], [-4, 30, 7], [8, -9, 33], [-18, -14, -6]])
-MASSES = np.array([1.0, 2.0, 1.4, 0.8, 1.7])
-
-
-def rz(deg):
-    c, s = np.cos(np.deg2rad(deg)), np.sin(np.deg2rad(deg))
-    return np.array([[c, -s, 0], [s, c, 0], [0, 0, 1]])
-
-
-def ry(deg):
-    c, s = np.cos(np.deg2rad(deg)), np.sin(np.deg2rad(deg))
-    return np.array([[c, 0, s], [0, 1, 0], [-s, 0, c]])
-
-
-def euler(rot, tilt, psi):
-    """RELION's matrix from its definition: it carries the reference's axes onto the particle's."""
-    return (rz(rot) @ ry(tilt) @ rz(psi)).T
-
-
-def blobs_at(points_angst, box=BOX, pixel=PIXEL):
-    """A volume ``[z, y, x]`` of Gaussian blobs; the centre is voxel ``box // 2``."""
-    axis = (np.arange(box) - box // 2) * pixel
-    z, y, x = np.meshgrid(axis, axis, axis, indexing="ij")
-    volume = np.zeros((box, box, box))
-    for (px, py, pz), mass in zip(points_angst, MASSES, strict=True):
-        volume += mass * np.exp(-((x - px) ** 2 + (y - py) ** 2 + (z - pz) ** 2) / (2 * 10.0**2))
-    return volume.astype(np.float32)
-
-
-def rendered(rotation, shift_angst):
-    """The object at a pose of docs/conventions.md, 1: ``particle(v) = reference(R^-1 (v - s))``."""
-    return blobs_at(BLOBS @ np.asarray(rotation).T + np.asarray(shift_angst))
-
-
-def alike(a, b):
-    return np.corrcoef(np.ravel(a), np.ravel(b))[0, 1]
-
-
-def save(path: Path, volume, pixel=PIXEL):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with mrcfile.new(path, overwrite=True) as file:
-        file.set_data(np.asarray(volume, np.float32))
-        file.voxel_size = pixel
-
-
-def table(name, columns):
-    rows = "".join("  ".join(row) + "\n" for row in zip(*columns.values(), strict=True))
-    return f"\n# version 50001\n\ndata_{name}\n\nloop_\n" + "".join(f"_{label} #{i + 1}\n" for i, label in enumerate(columns)) + rows + "\n"
-
-
-def of_cif(path, label, block="particles"):
-    return list(gemmi.cif.read(str(path)).find_block(block).find_values(f"_{label}"))
-
-
-def numbers(path, *labels, block="particles"):
-    return np.array([of_cif(path, label, block) for label in labels], dtype=float).T
-
-
-ANGLES = ("rlnAngleRot", "rlnAngleTilt", "rlnAnglePsi")
-SUBTOMOGRAM = ("rlnTomoSubtomogramRot", "rlnTomoSubtomogramTilt", "rlnTomoSubtomogramPsi")
-ORIGINS = ("rlnOriginXAngst", "rlnOriginYAngst", "rlnOriginZAngst")
-PLACES = ("rlnCoordinateX", "rlnCoordinateY", "rlnCoordinateZ")
-CENTRED = ("rlnCenteredCoordinateXAngst", "rlnCenteredCoordinateYAngst", "rlnCenteredCoordinateZAngst")
-
-# subtomogram angles, particle angles, origins: general ones, and gimbal lock in either and in both
-CASES = [
-    ((20.0, 50.0, -70.0), (130.0, 80.0, 15.0), (6.0, -9.0, 12.0)),
-    ((-35.0, 0.0, 80.0), (40.0, 100.0, -20.0), (0.0, 10.0, 0.0)),
-    ((60.0, 180.0, 10.0), (-110.0, 65.0, 33.0), (-8.0, 0.0, 5.0)),
-    ((75.0, 120.0, 140.0), (25.0, 0.0, 50.0), (7.0, 7.0, -7.0)),
-    ((-150.0, 40.0, 5.0), (95.0, 180.0, -60.0), (0.0, 0.0, 0.0)),
-    ((10.0, 180.0, 20.0), (-45.0, 180.0, 80.0), (4.0, -4.0, 9.0)),
-    ((0.0, 0.0, 0.0), (30.0, 60.0, 90.0), (-5.0, 5.0, 5.0)),
-    ((10.0, 90.0, 0.0), (0.0, 0.0, 0.0), (0.0, 0.0, -11.0)),
-]
-
-
-def relion4_list(path: Path, cut_by_relion: bool, **replaced):
-    n = len(CASES)
-    optics = {
-        "rlnOpticsGroup": ["1"],
-        "rlnOpticsGroupName": ["opticsGroup1"],
-        "rlnSphericalAberration": ["2.700000"],
-        "rlnVoltage": ["300.000000"],
-        "rlnTomoTiltSeriesPixelSize": [f"{SERIES_PIXEL:.6f}"],
-        "rlnCtfDataAreCtfPremultiplied": ["1" if cut_by_relion else "0"],
-        "rlnImageDimensionality": ["3"],
-        "rlnTomoSubtomogramBinning": ["4.000000"],
-        "rlnImagePixelSize": [f"{PIXEL:.6f}"],
-        "rlnImageSize": [str(BOX)],
-    }
-    columns = {
-        **{label: [f"{100.5 + 10 * i + axis:.6f}" for i in range(n)] for axis, label in enumerate(PLACES)},
-        **{label: [f"{case[0][axis]:.5f}" for case in CASES] for axis, label in enumerate(SUBTOMOGRAM)},
-        "rlnTomoName": [("01", "12e3")[i % 2] for i in range(n)],
-        "rlnTomoParticleName": [f"{('01', '12e3')[i % 2]}/{i}" for i in range(n)],
-        "rlnRandomSubset": [str(1 + i % 2) for i in range(n)],
-        "rlnOpticsGroup": ["1"] * n,
-        **{label: [f"{case[2][axis]:.6f}" for case in CASES] for axis, label in enumerate(ORIGINS)},
-        **{label: [f"{case[1][axis]:.6f}" for case in CASES] for axis, label in enumerate(ANGLES)},
-        "rlnImageName": [f"sub/{i}_data.mrc" for i in range(n)],
-        "rlnLCCmax": ["0.10", "1e-3", "007", "4", "5.5", "6", "7", "8.0"],
-        "rlnClassNumber": ["1"] * n,
-    } | replaced
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(table("optics", optics) + table("particles", columns))
-    return path
-
-
-def in_tomogram(sub, part, origin):
-    """RELION 4's own way from the reference to the tomogram, about the box's centre: the object as it lies in the tomogram."""
-    return blobs_at((BLOBS @ euler(*part).T - np.array(origin)) @ euler(*sub).T)
-
+sys.path.insert(0, str(Path(__file__).parent))
+from tomo_lists import (  # noqa: E402
+    ANGLES,
+    BLOBS,
+    BOX,
+    CASES,
+    CENTRED,
+    ORIGINS,
+    PLACES,
+    SERIES_PIXEL,
+    SUBTOMOGRAM,
+    alike,
+    average_of,
+    blobs_at,
+    euler,
+    in_tomogram,
+    numbers,
+    of_cif,
+    relion4_list,
+    rendered,
+    save,
+    table,
+)
 
 # ---- poses
 
@@ -166,31 +73,15 @@ def test_volumes_cut_by_relion_are_compared_about_their_own_axes(tmp_path):
 
 @pytest.mark.parametrize("cut_by_relion", [False, True])
 def test_average_of_a_relion_4_list(tmp_path, cut_by_relion):
-    """Volumes of either kind average to the object, and refined poses come back to where they belong."""
-    from numba_glocal.execution.executors import make_executor
-    from numba_glocal.execution.tasks import start_worker
-    from numba_glocal.job import prepare_job
-    from numba_glocal.refinement import average_run
-    from numba_glocal.results import RunFolder
-    from numba_glocal.settings import AverageSettings
-
-    class Silent:
-        __init__ = __enter__ = lambda self, *_: self if not _ else None
-        __exit__ = advance = lambda self, *_: None
-
+    """Volumes of either kind average to the object, and the list that comes out is the list that went in."""
     path = relion4_list(tmp_path / "p.star", cut_by_relion)
     for i, (sub, part, origin) in enumerate(CASES):
         inside = blobs_at(BLOBS @ euler(*part).T - np.array(origin))
         save(tmp_path / f"sub/{i}_data.mrc", inside if cut_by_relion else in_tomogram(sub, part, origin))
-    settings = AverageSettings(str(path), str(tmp_path / "run"), normalise=False, weighting="ctf")
-    job, folder = prepare_job(settings), RunFolder(tmp_path / "run")
-    folder.create(settings, [])
-    with make_executor(0, initializer=start_worker) as executor:
-        average_run(job, executor, folder, Silent)
-    with mrcfile.open(tmp_path / "run" / "average.mrc") as file:
-        axis = np.arange(BOX) - BOX // 2
-        inside = axis[:, None, None] ** 2 + axis[:, None] ** 2 + axis**2 < 8**2
-        assert alike(file.data[inside], blobs_at(BLOBS)[inside]) > 0.99
+    average = average_of(path, tmp_path / "run")
+    axis = np.arange(BOX) - BOX // 2
+    inside = axis[:, None, None] ** 2 + axis[:, None] ** 2 + axis**2 < 8**2
+    assert alike(average[inside], blobs_at(BLOBS)[inside]) > 0.99
     for label in (*ANGLES, *ORIGINS, *SUBTOMOGRAM):
         assert of_cif(tmp_path / "run" / "particles.star", label) == of_cif(path, label)
 
@@ -302,6 +193,25 @@ def test_stacks_of_images_keep_names_poses_and_places(shared):
     assert (places > 0).all() and (places < size).all() and (places.max(axis=0) > 0.8 * size).all()
     np.testing.assert_allclose(particles.coordinates.voxel_size_angst, 12)
     np.testing.assert_allclose(particles.coordinates.centre_voxels, [(np.array([4400, 6000, 1400]) / 2 - 1) * 1.667 / 12] * 40)
+
+
+def test_names_of_tomograms_and_unknown_columns_are_text(tmp_path):
+    """Field cases 1, 10 and 13: names with no number or several, digits with zeros in front, columns that nobody knows."""
+    names = ["01", "12e3", "250531_l10p1_6.tomostar", "TS", "a.mrc.tomostar", "1.0", "-7", "nan"]
+    extra = {"rlnLCCmax": ["0.10", "1e-3", "007", "nan", "None", "+1", "0x1", "1."], "rlnCutOff": ["01"] * 8, "rlnSearchStd": ["1.500"] * 8}
+    columns = {"rlnTomoName": names, "rlnImageName": [f"{i}.mrc" for i in range(8)], **dict.fromkeys(ANGLES, ["0"] * 8), **extra}
+    path = tmp_path / "p.star"
+    path.write_text(
+        table("optics", {"rlnOpticsGroup": ["1"], "rlnImagePixelSize": ["2.0"]}) + table("particles", columns | {"rlnOpticsGroup": ["1"] * 8})
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        particles = read_particles(path, require_volumes=False)
+    assert particles.tomograms == tuple(names)
+    turned = particles.with_poses(Poses(particles.poses.rotations @ rotvec_to_matrix([0, 0.1, 0]), particles.poses.shifts_angst)).take([7, 2, 0])
+    write_particles(tmp_path / "out.star", turned)
+    for label in ("rlnTomoName", *extra):
+        assert of_cif(tmp_path / "out.star", label) == [columns[label][i] for i in (7, 2, 0)]
 
 
 # ---- optimisation sets

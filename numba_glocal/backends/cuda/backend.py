@@ -10,10 +10,10 @@ from numba import cuda
 from numba.core import config
 from numpy.typing import NDArray
 
-from ...errors import DeviceError
+from ...errors import DeviceError, SettingsError
 from ...fourier import grid_band, max_band, padded_offset
 from ...masks import spherical_mask
-from ...noise import N_WEIGHT_BINS, WEIGHT_BIN_EDGES, ResidualPower
+from ...noise import N_WEIGHT_BINS, WEIGHT_BIN_EDGES, GroupResiduals, ResidualPower
 from ...pose_prior import PosePrior
 from ...shifts import angst_to_voxels, voxels_to_angst
 from .. import lines
@@ -29,7 +29,7 @@ from .product import ProductSearch, product_us
 from .scratch import Scratch
 from .search import TILE_ROTATIONS, coefficient_table, launch, shift_groups
 from .store import MAX_SLOTS, Masking, ParticleStore
-from .sums import CUDASumSession
+from .sums import CUDASumSession, gains_on_device, tables_on_device
 from .tensor import TensorSearch, Weighting, available, tensor_us
 from .transform import SPARE_BYTES as _SPARE_BYTES
 from .transform import BandOnDevice, Transform, band_on_device
@@ -162,6 +162,8 @@ class CUDASearchSession:
     """See `protocols.SearchSession`."""
 
     def __init__(self, backend: CUDABackend, setup: SearchSetup) -> None:
+        if setup.local_mask is not None:
+            raise SettingsError("flcf under a mask that turns: the CPU backend only")
         self.setup, self.backend = setup, backend
         n = setup.grid.binned_box_size
         self._n = n
@@ -171,8 +173,10 @@ class CUDASearchSession:
         self._mask_mean_square = float((self._mask.astype(np.float64) ** 2).mean())
         self._masking = Masking.of(self._mask)
         self._unmasked = setup.score == "flcf"
-        self._inverse_sigma2 = cuda.to_device(setup.noise.inverse_sigma2())
-        self._tables = cuda.to_device(np.stack([setup.noise.inverse_table(False), setup.noise.inverse_table(True)]))
+        inverse_sigma2 = np.stack([model.inverse_sigma2() for model in setup.models])
+        self._inverse_sigma2 = cuda.to_device(inverse_sigma2)
+        self._mean_inverse_sigma2 = inverse_sigma2.mean(axis=0, dtype=np.float32)
+        self._tables, self._gains = tables_on_device(setup.models), gains_on_device(setup.models)
         self._curvature = cuda.to_device(interpolation_curvature(setup.reference, n))
         transform = Transform(n, self._reach, True)
         self._reference = cuda.device_array(transform.size + _SPARE_BYTES // 4, np.float32)
@@ -188,6 +192,7 @@ class CUDASearchSession:
         self._tensor: ByteCache = ByteCache(int(backend.memory_bytes * 0.1))
         self._slots: NDArray[np.int32] = np.zeros(0, np.int32)
         self._kinds: NDArray[np.int32] = np.zeros(0, np.int32)
+        self._groups: NDArray[np.int32] = np.zeros(0, np.int32)
         self._usable: NDArray[np.bool_] = np.zeros(0, bool)
         self._host: CPUSearchSession | None = None
         self._batch: ParticleBatch | None = None
@@ -200,6 +205,7 @@ class CUDASearchSession:
     def load(self, particles: ParticleBatch, prior: PosePrior | None = None) -> list[tuple[int, str]]:
         """Brings to the device, masks and transforms what is not there yet; returns (index, reason) of unusable particles."""
         grid, setup = self.setup.grid, self.setup
+        self._groups = particles.groups_of(setup.models)
         reach = min(max_band(self._n), -(-self._reach // 6) * 6)
         pool = self.backend.pool(grid, reach, self._unmasked)
         self._slots, self._kinds, self._usable, bad = pool.load(self.backend.store(grid), particles, self._masking, setup.particle_mask)
@@ -346,6 +352,8 @@ class CUDASearchSession:
             signed,
             table_scale,
             self._inverse_sigma2,
+            self._gains,
+            cuda.to_device(self._groups[p_of]),
             points,
             radius,
             point_weight,
@@ -454,7 +462,7 @@ class CUDASearchSession:
         key = (level.rotations.tobytes(), band.k_max, cube.steps, cube.step_voxels, by_product)
         found = self._tensor.get(key)
         if found is None:
-            inverse_sigma2 = self.setup.noise.inverse_sigma2()
+            inverse_sigma2 = self._mean_inverse_sigma2  # a balance of numbers only: every column is scaled by itself
             found = (
                 ProductSearch.make(band, cube, self._n, templates, powers, rotations, inverse_sigma2)
                 if by_product
@@ -497,6 +505,7 @@ class CUDASearchSession:
             signed,
             table_scale,
             self._inverse_sigma2,
+            cuda.to_device(self._groups),
             out,
         )
         return np.maximum(out.copy_to_host(), 1e-30)
@@ -540,6 +549,8 @@ class CUDASearchSession:
             signed,
             table_scale,
             self._inverse_sigma2,
+            self._gains,
+            cuda.to_device(self._groups[p_of]),
             self._curvature,
             device_rotations,
             device_shifts,
@@ -596,7 +607,7 @@ class CUDASearchSession:
             np.array([end.steps for end in in_order], np.int32),
         )
 
-    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64]) -> PoseEstimates:
+    def refine(self, candidates: Candidates, anchor_angst: NDArray[np.float64], most_steps: int = MAX_STEPS) -> PoseEstimates:
         """Exact Gauss-Newton of every candidate; keeps the best of each particle."""
         count = len(self._slots)
         out = PoseEstimates(
@@ -618,7 +629,7 @@ class CUDASearchSession:
             return out
         starts = candidates.rotations[p_of, s_of], candidates.shifts_angst[p_of, s_of]
         run = self._run_refine if self._prior is None else self._climb
-        rotations, shifts, sums, taken = run(p_of, *starts, anchor_angst, MAX_STEPS, self._loaded_pool().cubes[0])
+        rotations, shifts, sums, taken = run(p_of, *starts, anchor_angst, most_steps, self._loaded_pool().cubes[0])
         likelihood = 2.0 * sums[:, 27] - sums[:, 28]
         objective = likelihood
         if self._prior is not None:
@@ -687,15 +698,39 @@ class CUDASearchSession:
 
     # -- residuals ---------------------------------------------------------------------------------------------------
 
-    def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> ResidualPower:
-        """Residual power by weight and shell at given poses; beyond the reference's band the whole power."""
+    def residuals(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> GroupResiduals:
+        """Residual power by group, weight and shell at given poses; beyond the reference's band the whole power."""
+        each, p, _ = self._residuals(rotations, shifts_angst)
+        groups = self._groups[p]
+
+        def of(group: int) -> ResidualPower:
+            rows = groups == group
+            return ResidualPower(*(values[rows].sum(axis=0, dtype=np.float64) for values in each))
+
+        return {int(group): of(group) for group in np.unique(groups)}
+
+    def residuals_each(self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]) -> tuple[ResidualPower, NDArray[np.bool_]]:
+        """The same for every particle by itself, and whether its weight is a signed CTF."""
+        count = len(self._slots)
+        each, p, signed = self._residuals(rotations, shifts_angst)
+        all_signed = np.zeros(count, bool)
+        all_signed[p] = signed
+        parts = []
+        for part in each:
+            parts.append(np.zeros((count, N_WEIGHT_BINS, self._n // 2 + 1)))
+            parts[-1][p] = part
+        return ResidualPower(*parts), all_signed
+
+    def _residuals(
+        self, rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64]
+    ) -> tuple[list[NDArray[np.float32]], NDArray[np.intp], NDArray[np.bool_]]:
+        """Power, count and sum of weights of the usable particles, which these are, and whose weights are signed."""
         grid, n = self.setup.grid, self._n
         shells = n // 2 + 1
-        total = ResidualPower.empty(shells)
         self._loaded_pool()
         p = np.flatnonzero(self._usable)
         if not len(p):
-            return total
+            return [np.zeros((0, N_WEIGHT_BINS, shells), np.float32)] * 3, p, np.zeros(0, bool)
         if self._by_shell is None:
             order = np.argsort(self._band.shell, kind="stable")
             start = np.searchsorted(self._band.shell[order], np.arange(shells + 1)).astype(np.int32)
@@ -722,19 +757,20 @@ class CUDASearchSession:
             start,
             signed,
             relative_scale,
+            self._gains,
+            cuda.to_device(self._groups[p]),
             cuda.to_device(WEIGHT_BIN_EDGES.astype(np.float32)),
             self._curvature,
             cuda.to_device(rotations[p].reshape(-1, 9).astype(np.float32)),
             cuda.to_device(shifts.astype(np.float32)),
             *results,
         )
-        for target, source in zip((total.power, total.count, total.weight_sum), results, strict=True):
-            target[...] = source.copy_to_host().sum(axis=0, dtype=np.float64)
-        return total
+        return [part.copy_to_host() for part in results], p, signed.copy_to_host()[self._kinds[p]].astype(bool)
 
     def unload(self) -> None:
         """Lets go of the loaded particles; the pool keeps what fits."""
-        self._slots, self._kinds, self._usable = np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, bool)
+        self._slots, self._kinds, self._groups = np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32)
+        self._usable = np.zeros(0, bool)
         self._batch, self._host, self._pool = None, None, None
 
     def close(self) -> None:

@@ -169,6 +169,8 @@ def turn(
     signed,
     table_scale,
     inv_sigma2,
+    gains,
+    group_of,
     points,
     radius,
     point_weight,
@@ -184,10 +186,12 @@ def turn(
     spectra : (slots * slot_size,) float32
         Pool of padded spectra; particle of work item w is in ``slots[w]``.
     weights : (kinds * weight_size,) float32, weight_of : (w,) int32
-    tables : (2, TABLE_SIZE) float32
-        1 / V for unsigned and signed weights.
+    tables : (2 groups, TABLE_SIZE) float32
+        1 / V of each group for unsigned and signed weights.
     signed : (kinds,) int32, table_scale : (kinds,) float32
-    inv_sigma2 : (shells,) float32
+    inv_sigma2 : (groups, shells) float32, gains : (groups,) float32
+    group_of : (w,) int32
+        Noise model of each work item.
     points : (2 p * 3,), radius : (2 p,), point_weight : (2 p,) float32
     matrices : (w, 9) float32
         R0, row by row: samples are at R0 q.
@@ -211,7 +215,10 @@ def turn(
             place = min(int32(abs(ctf) * table_scale[kind] + float32(0.5)), tables.shape[1] - 1)
             r = radius[i]
             s0 = int32(r)
-            wt = (inv_sigma2[s0] + (inv_sigma2[s0 + 1] - inv_sigma2[s0]) * (r - float32(s0))) * tables[signed[kind], place] * pw
+            group = group_of[w]
+            low = inv_sigma2[group, s0]
+            wt = (low + (inv_sigma2[group, s0 + 1] - low) * (r - float32(s0))) * tables[2 * group + signed[kind], place] * pw
+            ctf *= gains[group]
             vr, vi = _sample(spectra, slots[w] * slot_size, c, float32(2.0) * qx, float32(2.0) * qy, float32(2.0) * qz)
             turns = x * shifts[w, 0] + y * shifts[w, 1] + z * shifts[w, 2]
             turns -= math.floor(turns + float32(0.5))
@@ -401,19 +408,19 @@ def choose(scores, first, count, starts, rotations, min_trace, keep, kept, chose
 
 @_jit
 def band_power(
-    cubes, cube_size, slots, cube_index, weights, weight_size, weight_of, weight_index, shell, tables, signed, table_scale, inv_sigma2, out
+    cubes, cube_size, slots, cube_index, weights, weight_size, weight_of, weight_index, shell, tables, signed, table_scale, inv_sigma2, group_of, out
 ):
     """``sum w |X|^2`` over the band where C is not 0; a block a particle, threads in a fixed order."""
     shared = cuda.shared.array(REDUCE_THREADS, float64)
     p, tid = cuda.blockIdx.x, cuda.threadIdx.x
-    kind = weight_of[p]
+    kind, group = weight_of[p], group_of[p]
     total = float64(0.0)
     for i in range(tid, cube_index.shape[0], REDUCE_THREADS):
         ctf = weights[kind * weight_size + weight_index[i]]
         if ctf != 0:
             place = min(int32(abs(ctf) * table_scale[kind] + float32(0.5)), tables.shape[1] - 1)
             at = slots[p] * cube_size + 2 * cube_index[i]
-            total += inv_sigma2[shell[i]] * tables[signed[kind], place] * (cubes[at] * cubes[at] + cubes[at + 1] * cubes[at + 1])
+            total += inv_sigma2[group, shell[i]] * tables[2 * group + signed[kind], place] * (cubes[at] * cubes[at] + cubes[at + 1] * cubes[at + 1])
     shared[tid] = total
     cuda.syncthreads()
     step = REDUCE_THREADS // 2
@@ -442,6 +449,7 @@ def _accumulate(
     table,
     table_scale,
     inv_sigma2,
+    gain,
     curvature,
     pose,
     acc,
@@ -461,6 +469,7 @@ def _accumulate(
             continue
         place = min(int32(abs(ctf) * table_scale + float32(0.5)), table.shape[0] - 1)
         w = inv_sigma2[shell[i]] * table[place]
+        ctf *= gain
         kx, ky, kz = float32(k[3 * i]), float32(k[3 * i + 1]), float32(k[3 * i + 2])
         qx = m00 * kx + m10 * ky + m20 * kz
         qy = m01 * kx + m11 * ky + m21 * kz
@@ -658,6 +667,8 @@ def refine(
     signed,
     table_scale,
     inv_sigma2,
+    gains,
+    group_of,
     curvature,
     rotations,
     shifts,
@@ -699,7 +710,7 @@ def refine(
     turn_by = cuda.local.array(9, float64)
     away = cuda.local.array(3, float64)
     w, tid = cuda.blockIdx.x, cuda.threadIdx.x
-    kind = weight_of[w]
+    kind, group = weight_of[w], group_of[w]
     if tid < 9:
         now[tid] = rotations[w, tid]
         trial[tid] = now[tid]
@@ -730,9 +741,10 @@ def refine(
             kind * weight_size,
             weight_index,
             shell,
-            tables[signed[kind]],
+            tables[2 * group + signed[kind]],
             table_scale[kind],
-            inv_sigma2,
+            inv_sigma2[group],
+            gains[group],
             curvature,
             pose,
             acc,
@@ -834,6 +846,8 @@ def residual_power(
     shell_start,
     signed,
     relative_scale,
+    gains,
+    group_of,
     edges,
     curvature,
     rotations,
@@ -855,7 +869,7 @@ def residual_power(
     """
     shared = cuda.shared.array((3, 9, 64), float32)
     s, p, tid = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
-    kind = weight_of[p]
+    kind, gain = weight_of[p], gains[group_of[p]]
     for b in range(9):
         for q in range(3):
             shared[q, b, tid] = float32(0.0)
@@ -875,7 +889,7 @@ def residual_power(
                 * (_ONE + curvature[1] * (dy * (_ONE - dy) - _SIXTH))
                 * (_ONE + curvature[2] * (dz * (_ONE - dz) - _SIXTH))
             )
-            mr, mi = mr * mend, mi * mend
+            mr, mi = mr * mend * gain, mi * mend * gain
         turns = kx * shifts[p, 0] + ky * shifts[p, 1] + kz * shifts[p, 2]
         turns -= math.floor(turns + float32(0.5))
         angle = float32(2.0 * math.pi) * turns
@@ -919,11 +933,16 @@ def insert(
     weight_size,
     weight_of,
     weight_index,
+    shell,
     tables,
     signed,
     table_scale,
+    relative,
+    gains,
+    group_of,
     rotations,
     shifts,
+    shares,
 ):
     """Adds particles to an average; a thread a sample. Sums are integers, so that their order does not matter.
 
@@ -931,8 +950,12 @@ def insert(
     ----------
     sums : (3, voxels) int64
         re, im in units of 1 / NUMERATOR_SCALE, weight in units of 1 / DENOMINATOR_SCALE; ``c + 2`` columns.
+    relative : (groups, shells) float32
+        How much a group's samples count (`noise.relative_inverse_sigma2`).
     rotations : (p, 9) float32, shifts : (p, 3) float32
         R, and s / box.
+    shares : (p,) float32
+        How much of each particle is added; 1 changes no bit.
     """
     i, p = cuda.grid(1), cuda.blockIdx.y
     if i >= cube_index.shape[0]:
@@ -942,7 +965,9 @@ def insert(
     if ctf == 0:
         return
     place = min(int32(abs(ctf) * table_scale[kind] + float32(0.5)), tables.shape[1] - 1)
-    w = tables[signed[kind], place] * ctf
+    group = group_of[p]
+    ctf *= gains[group]
+    w = tables[2 * group + signed[kind], place] * relative[group, shell[i]] * ctf * shares[p]
     kx, ky, kz = float32(k[3 * i]), float32(k[3 * i + 1]), float32(k[3 * i + 2])
     turns = kx * shifts[p, 0] + ky * shifts[p, 1] + kz * shifts[p, 2]
     turns -= math.floor(turns + float32(0.5))
