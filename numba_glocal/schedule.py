@@ -22,6 +22,10 @@ _SETTLED_RUNS = 2
 _SETTLED_CLASSES = 0.01
 """... and, with several classes, no more than this share of the particles changed theirs."""
 _GLOBAL_ITERATIONS = 1
+_REACH_MOVES = 2.0
+_REACH_SIGMAS = 3.0 * math.sqrt(3.0)
+"""Reach of a search, in the last changes and in uncertainties along one axis (three deviations of all axes together): poses that stay where
+they are may be badly known all the same, and a reference that has changed shows it."""
 
 
 def first_search(job: Job) -> SearchPlan:
@@ -110,15 +114,31 @@ def first_increment_deg(job: Job, plan: SearchPlan) -> float:
 
 
 def adapt(job: Job, state: RunState, angle_change_deg: NDArray[np.float64], shift_change_angst: NDArray[np.float64]) -> None:
-    """Smaller steps and ranges as the poses settle, by what they still moved; never finer than the band can tell."""
+    """Smaller steps and ranges as the poses settle, by what they still moved and how well they are known; never finer than the band can tell.
+
+    Parameters
+    ----------
+    job : Job
+    state : RunState
+        With the uncertainties of this iteration; its increment and shift range are set.
+    angle_change_deg, shift_change_angst : (m,) float64
+        Of usable particles.
+    """
     settings = job.settings
     assert isinstance(settings, AlignSettings)
-    grid = job.grid
+    grid, shells = job.grid, max(settings.angle_shells, 1)
     finest = angular_resolution_deg(state.k_max, grid.binned_box_size, job.radius_voxels)
-    moved = float(np.percentile(angle_change_deg, 90)) * 2.0 / max(settings.angle_shells, 1)
-    state.increment_deg = float(min(state.increment_deg, max(finest, moved)))
+    angle_reach = max(_REACH_MOVES * float(np.percentile(angle_change_deg, 90)), _REACH_SIGMAS * _ninth_decile(state.angle_sigma_deg))
+    shift_reach = max(_REACH_MOVES * float(np.percentile(shift_change_angst, 90)), _REACH_SIGMAS * _ninth_decile(state.shift_sigma_angst))
+    state.increment_deg = float(min(state.increment_deg, max(finest, angle_reach / shells)))
     least = 2.0 * shift_step_angst(state.k_max, grid.binned_box_size, grid.binned_pixel_size_angst)
-    state.shift_range_angst = float(min(state.shift_range_angst, max(least, 2.0 * float(np.percentile(shift_change_angst, 90)))))
+    state.shift_range_angst = float(min(state.shift_range_angst, max(least, shift_reach)))
+
+
+def _ninth_decile(sigma: NDArray[np.float64]) -> float:
+    """Of uncertainties along one axis, of the particles that have one."""
+    known = sigma[np.isfinite(sigma)]
+    return float(np.percentile(known, 90)) if len(known) else 0.0
 
 
 def has_settled(record: dict[str, Any], before: list[dict[str, Any]]) -> bool:
