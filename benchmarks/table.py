@@ -207,9 +207,14 @@ def table(name: str, folder: Path = RESULTS) -> str | None:
         return None
     whole = {"rows": [row for results in found for row in results["rows"]]}
     where = []
-    for about in (results["environment"] for results in found):
+    for results in found:
+        about = results["environment"]
         head = f"{about['processor']} ({about['vectors']}), {about['cores_used']} cores"
-        line = f"load {about['load_average_at_start']:g} at the start; commit {about['commit']}, {about['date']}; `{about['command']}`"
+        load, commit, command = (about[name] for name in ("load_average_at_start", "commit", "command"))
+        line = f"load {'not recorded' if load is None else format(load, 'g')} at the start; commit {commit or 'not recorded'}, {about['date']}"
+        line += f"; `{command}`" if command else ""
+        more = results["notes"].removeprefix(found[0]["notes"])  # what is to be known of this file alone
+        line += "" if results is found[0] or more == results["notes"] else f".{more}"
         where.append(f"{head}, {line}" if not where else line)
     return "\n\n".join(part for part in (TABLES[name](whole), found[0]["notes"], "\\\n".join(where)) if part)
 
