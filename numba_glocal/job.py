@@ -156,6 +156,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     except ValueError as problem:
         raise SettingsError(f"--binning: {problem}") from None
     grid = Grid(box, binned, particles.pixel_size_angst)
+    warnings += _far_off(particles)
     mask, mask_name, particle_mask, diameter, source = _masks(settings, grid)
     if settings.mask is not None:
         warnings += _off_centre(mask, grid, settings.mask)
@@ -194,11 +195,38 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
                 references.append(mirrored(start_map) if settings.mirror else start_map)
         if settings.angle_list is not None:
             listed = distinct_rotations(read_angle_list(settings.angle_list))
+        _refuse_many_classes(particles, settings)
         warnings += _classes_of_list(particles, settings)
     _check_weights(particles, reader, k_min, k_limit)
     first, further = (references[0], tuple(references[1:])) if references else (None, ())
     masks = particle_mask, mask, mask_name, diameter, source
     return Job(settings, particles, reader, *masks, k_min, k_limit, first, warnings, groups, further, listed)
+
+
+def _far_off(particles: ParticleSet) -> list[str]:
+    """A line where the list has particles so far from the centres of their boxes that they are not in them."""
+    far = np.linalg.norm(particles.poses.shifts_angst, axis=1)
+    box_angst = particles.box_size * particles.pixel_size_angst
+    count = int(np.count_nonzero(far > 0.5 * box_angst))
+    if not count:
+        return []
+    worst = int(np.argmax(far))
+    return [
+        f"{count} of {len(far)} particles lie farther from the centres of their boxes than half a box ({0.5 * box_angst:.4g} A),"
+        f" such as {particles.names[worst]}, {far[worst]:.4g} A: are the list's shifts and the pixel size right?"
+    ]
+
+
+def _refuse_many_classes(particles: ParticleSet, settings: AlignSettings) -> None:
+    """Classes that are drawn need two particles in each half; those with start maps may be empty."""
+    if settings.classes == 1 or settings.further_references:
+        return
+    sizes = [int(np.count_nonzero(particles.half == half)) for half in (1, 2)]
+    if min(sizes) < 2 * settings.classes:
+        least = sizes.index(min(sizes)) + 1
+        raise SettingsError(
+            f"--classes {settings.classes}: half-set {least} has {min(sizes)} particles; expected at least two a class, {2 * settings.classes}"
+        )
 
 
 def start_classes(particles: ParticleSet, count: int) -> NDArray[np.int64] | None:
