@@ -17,7 +17,7 @@ from .errors import NoAnglesWarning, SettingsError, VolumeError, plural
 from .execution.tasks import Chunk
 from .filters import lowpass, mirrored
 from .fourier import grid_shells, max_band, padded_offset
-from .half_sets import assign_half_sets
+from .half_sets import assign_half_sets, neighbours_across, positions_angst
 from .io import read_particles, read_volume
 from .io.angle_list import read_angle_list
 from .io.pixel_size import SAME_PIXEL_SIZE
@@ -136,6 +136,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
             particles = with_tilt_images(particles)
     if particles.volume_axes is not None:
         warnings.append("the volumes are taken to stand as rlnTomoSubtomogramRot/Tilt/Psi turn them, as relion_tomo_subtomo cuts them")
+    positions = positions_angst(particles)
     particles = particles.in_volumes()
     half, notes = assign_half_sets(particles, settings.split, settings.seed)
     warnings += notes
@@ -145,7 +146,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         if settings.subset > min(sizes):
             warnings.append(f"--subset {settings.subset}: the half-sets have {sizes[0]} and {sizes[1]} particles; smaller ones are taken whole")
         rows = np.sort(np.concatenate([np.flatnonzero(half == h)[: settings.subset] for h in (1, 2)]))
-        particles = particles.take(rows)
+        particles, positions = particles.take(rows), positions[rows]
     classical = isinstance(settings, AverageSettings) and settings.weighting == "ctf"
     groups = find_noise_groups(particles, "none" if classical else settings.noise_groups)
     if len(groups.names) > 1:
@@ -158,6 +159,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     grid = Grid(box, binned, particles.pixel_size_angst)
     warnings += _far_off(particles)
     mask, mask_name, particle_mask, diameter, source = _masks(settings, grid)
+    warnings += neighbours_across(positions, particles.tomograms, particles.half, 0.25 * diameter, particles.names)
     if settings.mask is not None:
         warnings += _off_centre(mask, grid, settings.mask)
         warnings += _lopsided(mask, settings.symmetry, settings.mask)
