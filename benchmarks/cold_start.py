@@ -40,12 +40,12 @@ def _age() -> float:
 def start(info: Any, helpers: bool, precision: str) -> str:
     """The pool's initializer: as that of `align`, and watches what is compiled."""
     from numba_glocal.backends.cuda import ahead
-    from numba_glocal.execution import tasks
+    from numba_glocal.execution import gpu_worker
 
     _reached["initializer"] = _age()
     if not helpers:
         ahead._MOST_HELPERS = 0
-    device = tasks.start_worker(info, "cuda", share=2, precision=precision)
+    device = gpu_worker.start_gpu_worker(info, "cuda", 0, share=2, precision=precision)
     _reached["backend"] = _age()
     from numba.cuda.dispatcher import CUDADispatcher
 
@@ -65,12 +65,12 @@ def start(info: Any, helpers: bool, precision: str) -> str:
 
 def warm_up() -> None:
     """The pool's warm-up: as that of `align`, in two steps."""
-    from numba_glocal.execution import tasks
+    from numba_glocal.execution import gpu_worker
 
-    if tasks._ahead is not None:
-        tasks._ahead.wait()
+    assert gpu_worker._ahead is not None
+    gpu_worker._ahead.wait()
     _reached["helpers"] = _age()
-    tasks.warm_up_cuda()
+    gpu_worker.warm_up_gpu_worker()
     _reached["warm"] = _age()
 
 
@@ -111,7 +111,7 @@ def one_process(jit: Path, capability: tuple[int, int], precision: str) -> list[
     command = [sys.executable, "-c", _ALONE, *map(str, capability), precision]
     text = subprocess.run(command, env={**os.environ, "NUMBA_CACHE_DIR": str(jit)}, check=True, stdout=subprocess.PIPE, text=True).stdout
     rows = [line.split("\t") for line in text.splitlines()]
-    return [{"kernel": name, "seconds": round(float(s), 3), "in_cache": cached == "True", "needed": when} for name, s, cached, when in rows]
+    return [{"kernel": name, "cpu_s": round(float(s), 3), "in_cache": cached == "True", "needed": when} for name, s, cached, when in rows]
 
 
 def offline(folder: Path, capability: tuple[int, int], helpers: int, precision: str) -> list[Row]:
@@ -131,8 +131,8 @@ def offline(folder: Path, capability: tuple[int, int], helpers: int, precision: 
     found = one_process(jit, capability, precision)
     missed = [row["kernel"] for row in found if not row["in_cache"]]
     summary = {"helpers": len(codes), "exit_codes": codes, "warm_up_s": round(first, 2), "all_s": round(whole, 2), "not_found_by_the_next": missed}
-    summary["one_process_warm_up_s"] = round(sum(row["seconds"] for row in rows if row["needed"] == "warm-up"), 2)
-    summary["one_process_all_s"] = round(sum(row["seconds"] for row in rows), 2)
+    summary["one_process_warm_up_cpu_s"] = round(sum(row["cpu_s"] for row in rows if row["needed"] == "warm-up"), 2)
+    summary["one_process_all_cpu_s"] = round(sum(row["cpu_s"] for row in rows), 2)
     return [*rows, summary]
 
 

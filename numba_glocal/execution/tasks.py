@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..alignment import ChunkResult, ClassesResult, SearchPlan, align_chunk, align_classes, search_levels
-from ..backends.cuda.ahead import Ahead
 from ..backends.newton import MAX_STEPS
 from ..backends.protocols import Backend, Grid, ParticleBatch, ParticleMask, SearchLevel, SearchSession, SearchSetup, SumSetup, WeightedSum
 from ..errors import WorkerError
@@ -22,7 +21,7 @@ from ..noise import NoiseModel, NoiseModels
 from ..particles import ParticleReader
 from ..pose_prior import PosePrior, PriorWidths
 from ..values import Weight
-from .pinning import WorkerInfo, usable_cores
+from .pinning import WorkerInfo
 
 _SESSIONS = 2
 _TURNED_BYTES = 512 << 20
@@ -217,7 +216,6 @@ class WorkerState:
 
 
 _state: WorkerState | None = None
-_ahead: Ahead | None = None
 
 
 def start_worker(
@@ -250,10 +248,8 @@ def start_worker(
     str
         What the backend runs on, for the log.
     """
-    global _state, _ahead
+    global _state
     if backend == "cuda":
-        cores = usable_cores()
-        _ahead = Ahead(precision, cores if cores > 1 else 0)  # first: it works while this process imports
         from ..backends.cuda.backend import CUDABackend
 
         on_gpu = CUDABackend(gpu_memory_bytes, share, precision)
@@ -370,12 +366,7 @@ def warm_up() -> None:
 
 def warm_up_cuda() -> None:
     """Compiles (or loads) the CUDA kernels on a tiny problem."""
-    backend = _worker().backend
-    if _ahead is not None:
-        _ahead.wait()
-    _exercise(backend, (1.0, 2.0, 3.0))
-    if _ahead is not None:
-        _ahead.done()
+    _exercise(_worker().backend, (1.0, 2.0, 3.0))
 
 
 def _exercise(backend: Backend, shift_steps: tuple[float, ...]) -> None:

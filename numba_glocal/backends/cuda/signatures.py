@@ -7,7 +7,7 @@ from typing import Any
 
 from numba.cuda.types import float16, float32, float64, int16, int32, int64, uint64
 
-from . import kernels, prepare, search, tensor
+from . import kernels, prepare
 
 _f, _i32, _i64, _d, _h = float32[::1], int32[::1], int64[::1], float64[::1], float16[::1]
 _f2, _i2, _d2 = float32[:, ::1], int32[:, ::1], float64[:, ::1]
@@ -85,6 +85,11 @@ class Job:
     types: tuple[Any, ...]
 
 
+def longest() -> Job:
+    """The kernel that takes longest: the first of `jobs`, without the imports of the others."""
+    return Job(_LONGEST[0], getattr(kernels, _LONGEST[0]), KERNELS[_LONGEST[0]])
+
+
 def jobs(precision: str) -> tuple[list[Job], list[Job]]:
     """What a warm-up needs, and what some runs need after it; each the longest first.
 
@@ -99,7 +104,7 @@ def jobs(precision: str) -> tuple[list[Job], list[Job]]:
     searches = _tensor_jobs if precision == "half" else _search_jobs
     near = searches(_STEPS)
     held = {job.name for job in near}
-    return [fixed[0], *near, *fixed[1:]], [job for job in searches(_WIDE_STEPS) if job.name not in held]
+    return [longest(), *near, *fixed[1:]], [job for job in searches(_WIDE_STEPS) if job.name not in held]
 
 
 def _ball(steps: int) -> float:
@@ -108,6 +113,8 @@ def _ball(steps: int) -> float:
 
 
 def _search_jobs(all_steps: tuple[int, ...]) -> list[Job]:
+    from . import search
+
     return [
         Job(f"search {steps}.{group.first}", search.search_kernel(group), SEARCH)
         for steps in all_steps
@@ -116,6 +123,8 @@ def _search_jobs(all_steps: tuple[int, ...]) -> list[Job]:
 
 
 def _tensor_jobs(all_steps: tuple[int, ...]) -> list[Job]:
+    from . import tensor
+
     found = {}
     for steps in all_steps:
         for z in range(steps + 1):
