@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,8 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from numba import float32  # noqa: E402
 
 try:
+    from numba.cuda import dispatcher
+
     from numba_glocal.backends.cuda import kernels, prepare, search
     from numba_glocal.backends.cuda.signatures import KERNELS, PREPARE, SEARCH
 
@@ -23,7 +26,10 @@ IN_DOUBLE = {"refine", "band_power", "insert", "residual_power", "float_sums", "
 
 
 def ptx_of(kernel, signature, fastmath=True) -> str:
-    return cuda.compile(kernel.py_func, signature, cc=(9, 0), output="ptx", device=False, abi="numba", fastmath=fastmath)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        # functions that a kernel calls are compiled for the GPU that is there
+        patch.setattr(dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=(9, 0)))
+        return cuda.compile(kernel.py_func, signature, cc=(9, 0), output="ptx", device=False, abi="numba", fastmath=fastmath)[0]
 
 
 def instructions(ptx: str) -> str:
