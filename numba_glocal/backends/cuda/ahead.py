@@ -28,6 +28,7 @@ from typing import Any
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 _KEYS_KEPT = 16
 _MOST_HELPERS = 6
+_QUEUE = bytes(range(255))
 _POLL_S = 0.02
 _PATIENCE_S = 180.0
 _HELPER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from numba_glocal.backends.cuda.compiling import main; main(sys.argv[2:])"
@@ -110,7 +111,7 @@ class Ahead:
         # the lock is that of an open file, which the helpers inherit: it ends with the last of them
         queue, fill = os.pipe()
         try:
-            os.write(fill, bytes(range(255)))  # each reads one number at a time; those beyond the last kernel are for nobody
+            os.write(fill, _QUEUE)  # each reads one number at a time; those beyond the last kernel are for nobody
             os.close(fill)
             flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
             command = [sys.executable, *flags, "-P", "-c", _HELPER, json.dumps(sys.path), str(queue), str(lock)]
