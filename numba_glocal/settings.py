@@ -14,7 +14,7 @@ from .errors import SettingsError
 from .values import NOISE_GROUPS, SCORES
 
 SPLITS = ("file", "particle", "tomogram")
-GPU_PRECISIONS = ("half", "single")
+GPU_PRECISIONS = ("half", "fp8", "single")
 ASSIGNMENTS = ("hard", "soft")
 MOST_CLASSES = 50
 MOST_ANGLE_SHELLS = 20
@@ -131,7 +131,7 @@ class AlignSettings:
     gpu_memory_gib : float or None
         Device memory of each GPU that may be used; None: what is free.
     gpu_precision : str or None
-        Of searches on GPUs: "half" (None) lets them use the tensor cores, "single" does not.
+        Of searches on GPUs: "half" (None) lets them use the tensor cores, "fp8" in their lowest precision, "single" does not.
     """
 
     particles: str

@@ -10,7 +10,7 @@ import pytest
 cuda = pytest.importorskip("numba.cuda")
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from numba import float32  # noqa: E402
+from numba import float32, uint8  # noqa: E402
 
 try:
     from numba.cuda import dispatcher
@@ -81,3 +81,11 @@ def test_every_shift_of_the_ball_belongs_to_one_group():
             x * x + y * y + z * z <= radius2 for x in range(-steps, steps + 1) for y in range(-steps, steps + 1) for z in range(-steps, steps + 1)
         )
         assert len(rows) == len(set(rows)) == inside
+
+
+@pytest.mark.parametrize("name", ["narrow_columns", "narrow_templates"])
+def test_numbers_are_stored_as_the_array_asks(name):
+    half = ptx_of(getattr(kernels, name), KERNELS[name])
+    eight = ptx_of(getattr(kernels, name), (*KERNELS[name][:-1], uint8[::1]))
+    assert "e4m3x2" in eight and "e4m3x2" not in half
+    assert "f16" in half and "f16" not in instructions(eight).replace("b16", "")

@@ -577,7 +577,7 @@ class TensorSearch:
         best : (items, n_rotations) float32, best_shift : (items, n_rotations) int32, set by this function
         """
         scales = scratch.array("column scales", items, np.float32)
-        kernels.column_scales[items, kernels.REDUCE_THREADS](columns, self.root, 4 * self.band.n_pairs, scales)
+        kernels.column_scales[items, kernels.REDUCE_THREADS](columns, self.root, 4 * self.band.n_pairs, np.float32(1.0), scales)
         tile_bytes = self.planes * self.chunks.count * 4 * _WORDS
         part = max(1, scratch.part_bytes // tile_bytes) * _ITEMS
         for first in range(0, items, part):

@@ -30,6 +30,8 @@ if config.ENABLE_CUDASIM:
         """Four floats as half precision to ``index .. index + 3`` of a flat float16 array; `index` must be a multiple of 4."""
         array[index], array[index + 1], array[index + 2], array[index + 3] = a, b, c, d
 
+    store_narrow4 = store_half4
+
     def load_words4(array: Any, index: int) -> tuple[Any, Any, Any, Any]:
         """Elements ``index .. index + 3`` of a flat int32 array; `index` must be a multiple of 4."""
         return array[index], array[index + 1], array[index + 2], array[index + 3]
@@ -96,6 +98,25 @@ else:
     @intrinsic
     def store_half4(typingctx, array, index, a, b, c, d):
         return types.void(array, types.intp, *[types.float32] * 4), _make_store_half(4)
+
+    def _store_eight4(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
+        single, word = ir.FloatType(), ir.IntType(32)
+        asm = ir.InlineAsm(
+            ir.FunctionType(word, [single] * 4),
+            "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }",
+            "=r,f,f,f,f",
+            side_effect=False,
+        )
+        pointer = builder.bitcast(builder.gep(data, [args[1]]), word.as_pointer(data.type.addrspace))
+        builder.store(builder.call(asm, args[2:]), pointer, align=4)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def store_narrow4(typingctx, array, index, a, b, c, d):
+        """Four floats to ``index .. index + 3`` of a flat float16 array, or as FP8 (e4m3, what is too large becomes 448) of a uint8 array."""
+        eight = array.dtype == types.uint8
+        return types.void(array, types.intp, *[types.float32] * 4), _store_eight4 if eight else _make_store_half(4)
 
     def _make_cast(source: Any, target: Any, kind: Any) -> Any:
         @intrinsic
@@ -197,5 +218,6 @@ __all__ = [
     "multiply_tile",
     "store_half2",
     "store_half4",
+    "store_narrow4",
     "wait_for_copies",
 ]
