@@ -91,17 +91,20 @@ def longest() -> Job:
 
 
 def jobs(precision: str) -> tuple[list[Job], list[Job]]:
-    """What a warm-up needs, and what some runs need after it; each the longest first.
+    """What a warm-up needs, and what some runs need after it; each the longest first, and no kernel twice.
+
+    Two processes that compile one kernel for different types at once may take the same file name in the JIT cache: Numba has no lock there.
 
     Parameters
     ----------
     precision : str
         Of searches: "half", "fp8" or "single".
     """
-    fixed = [Job(name, getattr(kernels, name), types) for name, types in KERNELS.items()]
-    fixed += [Job(name, getattr(prepare, name), types) for name, types in PREPARE.items()]
+    types_of = KERNELS
     if precision == "fp8":
-        fixed += [Job(f"{name} fp8", getattr(kernels, name), (*KERNELS[name][:-1], uint8[::1])) for name in ("narrow_columns", "narrow_templates")]
+        types_of = KERNELS | {name: (*KERNELS[name][:-1], uint8[::1]) for name in ("narrow_columns", "narrow_templates")}
+    fixed = [Job(name, getattr(kernels, name), types) for name, types in types_of.items()]
+    fixed += [Job(name, getattr(prepare, name), types) for name, types in PREPARE.items()]
     fixed.sort(key=lambda job: _LONGEST.index(job.name) if job.name in _LONGEST else len(_LONGEST))
     searches = _search_jobs if precision == "single" else _tensor_jobs
     near = searches(_STEPS)
