@@ -281,8 +281,6 @@ class AlignSettings:
                 raise SettingsError(f"--reference {twice[0]} is given twice: two classes with one start map stay alike; expected different maps")
         if not 1 <= self.classes <= MOST_CLASSES:
             raise SettingsError(f"--classes: expected 1 to {MOST_CLASSES}, found {self.classes}")
-        if self.classes > 1 and self.keep_best_percent is not None:
-            raise SettingsError("--keep-best: of several classes all particles are used; expected one class, or no --keep-best")
         if self.classes == 1 and self.class_assignment != "hard":
             raise SettingsError(f"--class-assignment {self.class_assignment}: there is one class; expected --classes or several --reference")
         if self.class_assignment == "soft" and self.score != "ml":
