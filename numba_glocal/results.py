@@ -26,8 +26,8 @@ from .errors import InputError, SettingsError
 from .filters import filter_average
 from .io import ListFormat, list_formats, read_volume, write_particles, write_volume
 from .io.fsc_star import read_fsc_star, write_fsc_star
+from .io.optimisation_set import write_optimisation_set
 from .io.paths import VolumeFinder, whole_file
-from .io.tilt_series import write_optimisation_set
 from .report import ClassSummary, IterationSummary, ReportData, WorkerSummary
 from .resolution import Crossing
 from .settings import AlignSettings, AverageSettings, read_job_file, settings_to_toml
