@@ -16,6 +16,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 # As `numba_glocal.values` has them, which would load NumPy for the help.
 _CTF_KINDS = ("none", "plain", "flipped", "multiplied")
 _EDGES = ("skip", "pad")
+_VOLUME_AXES = ("tomogram", "subtomogram")
 
 # Existence is checked by the library, whose errors say what was expected and found.
 PATH = click.Path(path_type=Path)
@@ -59,6 +60,11 @@ numbered_options = together(
         "--particle-names",
         metavar="TEMPLATE",
         help="Files of a list that numbers its particles (Dynamo, STOPGAP, AV3): 'subtomo/p_{:06d}.mrc'. [default: the package's own names]",
+    ),
+    click.option(
+        "--volume-axes",
+        type=click.Choice(_VOLUME_AXES),
+        help="How volumes of RELION 4 and 5 stand: as the tomogram, or as rlnTomoSubtomogramRot/Tilt/Psi turn them. [default: as the list says]",
     ),
     click.option("--wedge-list", metavar="FILE", help="Tilts of each tomogram for a STOPGAP or AV3 list: STOPGAP's wedge list, or AV3's (.em)."),
 )

@@ -139,12 +139,16 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
                 premultiplied=premultiplied,
                 particle_names=settings.particle_names,
                 wedge_list=settings.wedge_list,
+                volume_axes=settings.volume_axes,
             )
             notes = []
         if particles.cut_from is None and particles.stacks is not None:
             particles = with_tilt_images(particles)
-    if particles.volume_axes is not None:
-        warnings.append("the volumes are taken to stand as rlnTomoSubtomogramRot/Tilt/Psi turn them, as relion_tomo_subtomo cuts them")
+    if particles.volume_axes is not None and settings.volume_axes is None:
+        warnings.append(
+            "the volumes are taken to stand as rlnTomoSubtomogramRot/Tilt/Psi turn them, as relion_tomo_subtomo cuts them (--volume-axes tomogram"
+            " where they do not)"
+        )
     particles = particles.in_volumes()
     half, remarks = assign_half_sets(particles, settings.split, settings.seed)
     warnings += remarks

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SettingsError
-from .values import CTF_KINDS, EDGES, NOISE_GROUPS, SCORES
+from .values import CTF_KINDS, EDGES, NOISE_GROUPS, SCORES, VOLUME_AXES
 
 SPLITS = ("file", "particle", "tomogram")
 GPU_PRECISIONS = ("half", "single")
@@ -104,6 +104,8 @@ class AlignSettings:
         How files are named after their numbers, for lists that only number particles.
     wedge_list : str or None
         Tilts of the tomograms, for motive lists.
+    volume_axes : str or None
+        How volumes of a list with subtomogram angles stand: "tomogram" or "subtomogram"; None: what the list says of how they were cut.
     tomograms : str or None
         Folder of tomograms that particles are cut from as they are read, or the only one; None: particles are files. The following options
         are about that.
@@ -181,6 +183,7 @@ class AlignSettings:
     flip_tilt: bool = False
     particle_names: str | None = None
     wedge_list: str | None = None
+    volume_axes: str | None = None
     tomograms: str | None = None
     box_size: int | None = None
     tilts: str | None = None
@@ -321,6 +324,10 @@ class AlignSettings:
 
     def _check_tomograms(self) -> None:
         """Options of boxes in tomograms belong together."""
+        if self.volume_axes is not None:
+            _one_of("--volume-axes", self.volume_axes, VOLUME_AXES)
+            if self.tomograms is not None:
+                raise SettingsError("--volume-axes: particles that are cut from tomograms stand as they do; expected no --tomograms with it")
         _one_of("--ctf", self.ctf, CTF_KINDS)
         _one_of("--edge", self.edge, EDGES)
         if self.tomograms is None:
@@ -400,6 +407,7 @@ class AverageSettings:
     flip_tilt: bool = False
     particle_names: str | None = None
     wedge_list: str | None = None
+    volume_axes: str | None = None
     tomograms: str | None = None
     box_size: int | None = None
     tilts: str | None = None

@@ -24,6 +24,9 @@ NOISE_GROUPS = ("auto", "none", "tomogram", "optics")
 EDGES = ("skip", "pad")
 """What becomes of a box that reaches beyond its tomogram: left out, or padded with the mean of what is there."""
 
+VOLUME_AXES = ("tomogram", "subtomogram")
+"""How a list's volumes stand: as the tomogram does, or along axes of their own (RELION's pseudo-subtomograms)."""
+
 CTF_KINDS = ("none", "plain", "flipped", "multiplied")
 """What tomograms hold of the CTF: not modelled, uncorrected, phases flipped, multiplied by it."""
 

@@ -177,6 +177,7 @@ SETTINGS = {
         lambda base, changed: (column(base, "ngScore") != column(changed, "ngScore")).any(),
     ),
     "wedge_list": (lambda t: str(t.wedges), {"particles": "numbered"}, other_poses),
+    "volume_axes": ("subtomogram", {"particles": "with_axes"}, other_poses),
     "tilts": (lambda t: str(t.tilts), {"particles": "placed", "tomograms": "tomogram", "box_size": 20}, other_poses),
     "ctf": ("plain", {"particles": "placed", "tomograms": "tomogram", "box_size": 20, "tilts": "tilts"}, other_poses),
     "edge": (
@@ -295,6 +296,12 @@ def sets(tmp_path_factory):
     write_particles(lists["numbered"], dataclasses.replace(particles, names=names, source=None), to="stopgap")
     rows = "".join(f"{tomogram} {tilt}\n" for tomogram in range(1, 6) for tilt in (-30, 0, 50))
     lists["wedges"].write_text(f"data_stopgap_wedgelist\nloop_\n_tomo_num\n_tilt_angle\n{rows}")
+    # volumes that the list has angles of their axes for, and does not say that they are cut along them
+    lists["with_axes"] = folder / "with_axes.star"
+    axed = gemmi.cif.read(str(made.start))
+    loop = axed.find_block("particles").find_loop("_rlnAngleRot").get_loop()
+    loop.add_columns(["_rlnTomoSubtomogramRot", "_rlnTomoSubtomogramTilt", "_rlnTomoSubtomogramPsi"], "20")
+    axed.write_file(str(lists["with_axes"]))
     # the same in one tomogram, and a place at its edge
     tomogram = np.zeros((20, 60, 80), np.float32)
     places = []
