@@ -20,9 +20,10 @@ from numba_glocal.classification import class_text
 from numba_glocal.devices import memory_bytes, resolve_gpus, workers_per_gpu
 from numba_glocal.errors import DeviceError, SettingsError, plural
 from numba_glocal.execution.executors import make_executor
+from numba_glocal.execution.gpu_worker import start_gpu_worker, warm_up_gpu_worker
 from numba_glocal.execution.pinning import usable_cores
 from numba_glocal.execution.pool import WorkerEvent
-from numba_glocal.execution.tasks import particles_treated, start_worker, warm_up, warm_up_cuda
+from numba_glocal.execution.tasks import particles_treated, start_worker, warm_up
 from numba_glocal.fourier import padded_offset
 from numba_glocal.job import Job, largest_chunk, particle_bytes, start_classes
 from numba_glocal.report import WorkerSummary, write_report
@@ -169,7 +170,7 @@ def _gpu_share_bytes(job: Job, plan: WorkerPlan) -> int | None:
 
 
 def worker_arguments(job: Job, plan: WorkerPlan) -> tuple[str, int, int | None, int, str]:
-    """What `start_worker` is given."""
+    """What `start_worker` and `start_gpu_worker` are given."""
     precision = getattr(job.settings, "gpu_precision", None) or "half"
     return plan.backend, int(job.settings.cache_gib * 2**30), _gpu_share_bytes(job, plan), plan.per_gpu, precision
 
@@ -381,9 +382,9 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
         with make_executor(
             plan.workers,
             plan.gpu_ids,
-            initializer=start_worker,
+            initializer=start_gpu_worker if plan.gpu_ids else start_worker,
             initargs=worker_arguments(job, plan),
-            warm_up=warm_up_cuda if plan.gpu_ids else warm_up,
+            warm_up=warm_up_gpu_worker if plan.gpu_ids else warm_up,
             events=happened,
         ) as executor:
             wait = getattr(executor, "wait_ready", None)

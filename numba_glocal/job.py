@@ -424,12 +424,23 @@ def largest_chunk(box_size: int) -> int:
 
 
 def make_chunks(
-    particles: ParticleSet, anchors: Poses, half: int, parts: int = 8, largest: int = 128, included: NDArray[np.bool_] | None = None
+    particles: ParticleSet,
+    anchors: Poses,
+    half: int,
+    parts: int = 8,
+    largest: int = 128,
+    included: NDArray[np.bool_] | None = None,
+    smallest: int = 8,
 ) -> list[Chunk]:
-    """Chunks of one half-set (of those `included`): a function of list and box alone, so that no result depends on workers or their speed."""
+    """Chunks of one half-set (of those `included`): a function of list and box alone, so that no result depends on workers or their speed.
+
+    There are `parts` of them; more where they would have more than `largest` particles, fewer where they would have less than `smallest`.
+    """
     wanted = particles.half == half
     rows = np.flatnonzero(wanted if included is None else wanted & included).astype(np.int64)
     size = int(min(largest, max(8, math.ceil(len(rows) / parts))))
+    if size < smallest:  # of one size, or the last one would be a remnant
+        size = max(1, min(largest, math.ceil(len(rows) / max(1, len(rows) // smallest))))
     chunks = []
     for first in range(0, len(rows), size):
         part = rows[first : first + size]

@@ -261,10 +261,6 @@ class CUDASearchSession:
         size = (grid.pixel_size_angst, grid.box_size, n)
         cube = lines.shift_cube(float(angst_to_voxels(level.shift_radius_angst, *size)), float(angst_to_voxels(level.shift_step_angst, *size)))
         templates, powers, matrices = self._level_templates(level, band, points)
-        top = int(math.floor(band.k_max + 1e-6))
-        coefficients = cuda.to_device(coefficient_table(cube.steps, cube.step_voxels, n, top))
-        groups = shift_groups(cube.steps, _ball_radius2(cube))
-        entries = [cuda.to_device(group.entries()) for group in groups]
         used = starts.scores > -np.inf
         used[~self._usable] = False
         result = no_candidates(len(self._slots), level.keep)
@@ -291,9 +287,6 @@ class CUDASearchSession:
                 cube,
                 (points, radius, point_weight, line_start, line_length, plane_start),
                 (templates, powers, matrices),
-                coefficients,
-                groups,
-                entries,
                 result,
             )
             return last
@@ -315,9 +308,6 @@ class CUDASearchSession:
         cube: lines.ShiftCube,
         layout: tuple[Any, ...],
         bank: tuple[Any, ...],
-        coefficients: Any,
-        groups: Any,
-        entries: list[Any],
         result: Candidates,
     ) -> None:
         setup, grid, n = self.setup, self.setup.grid, self._n
@@ -388,7 +378,8 @@ class CUDASearchSession:
         if tensor is not None:
             tensor.run(columns_2d, items, Weighting(weighted, device_multiplier, device_bias), best, best_shift, scratch)
         else:
-            for group, rows in zip(groups, entries, strict=True):
+            coefficients = cuda.to_device(coefficient_table(cube.steps, cube.step_voxels, n, top))
+            for group in shift_groups(cube.steps, _ball_radius2(cube)):
                 launch(
                     group,
                     top,
@@ -405,7 +396,7 @@ class CUDASearchSession:
                         band.n_pairs,
                         rotations,
                         items,
-                        rows,
+                        cuda.to_device(group.entries()),
                         int(weighted),
                         device_multiplier,
                         device_bias,
@@ -643,7 +634,7 @@ class CUDASearchSession:
         out.log_likelihood[p] = likelihood[winners] * self._mask_mean_square
         np.add.at(out.steps, p_of, taken)
         self._covariances(out, p, rotations[winners], shifts[winners], sums[winners])
-        self._margins(out, order, winners, p_of, rotations, shifts, objective)
+        self._margins(out, winners, p_of, rotations, shifts, objective)
         den = np.maximum(sums[winners, 28], 1e-30)
         if self.setup.score == "ml":
             out.scores[p] = likelihood[winners]
@@ -661,11 +652,10 @@ class CUDASearchSession:
     ) -> None:
         grid, n = self.setup.grid, self._n
         unit_angst = float(voxels_to_angst(n / (2.0 * np.pi), grid.pixel_size_angst, grid.box_size, n))
-        equations = [unpack_normal_equations(row) for row in sums]
+        hessians, gradients = unpack_normal_equations(sums)
         if self._prior is not None:
-            for i, (hessian, gradient) in enumerate(equations):
-                add_prior(hessian, gradient, self._prior.of(int(p[i]), self._mask_mean_square), rotations[i], shifts[i], unit_angst)
-        hessians = np.array([hessian for hessian, _ in equations])
+            for i in range(len(p)):
+                add_prior(hessians[i], gradients[i], self._prior.of(int(p[i]), self._mask_mean_square), rotations[i], shifts[i], unit_angst)
         frames = np.zeros((len(p), 6, 6))
         frames[:, :3, :3], frames[:, 3:, 3:] = rotations, rotations * unit_angst
         good = np.linalg.matrix_rank(hessians, hermitian=True) == 6
@@ -676,7 +666,6 @@ class CUDASearchSession:
     def _margins(
         self,
         out: PoseEstimates,
-        order: NDArray[np.intp],
         winners: NDArray[np.intp],
         p_of: NDArray[np.intp],
         rotations: NDArray[np.float64],
@@ -686,15 +675,13 @@ class CUDASearchSession:
         """Log-odds of the best pose over the next one that is another pose."""
         winner_of = np.full(len(self._slots), -1)
         winner_of[p_of[winners]] = winners
-        pixel = self.setup.grid.binned_pixel_size_angst
-        limit = 1.0 + 2.0 * math.cos(math.radians(1.0))
-        for item in order:
-            p = p_of[item]
-            best = winner_of[p]
-            if item == best or np.isfinite(out.margin[p]):
-                continue
-            if float((rotations[best] * rotations[item]).sum()) < limit or float(np.linalg.norm(shifts[item] - shifts[best])) > pixel:
-                out.margin[p] = (likelihood[best] - likelihood[item]) * self._mask_mean_square
+        best = winner_of[p_of]
+        traces = np.einsum("wij,wij->w", rotations[best], rotations)
+        apart = traces < 1.0 + 2.0 * math.cos(math.radians(1.0))
+        apart |= np.linalg.norm(shifts - shifts[best], axis=1) > self.setup.grid.binned_pixel_size_angst
+        apart[winners] = False
+        behind = (likelihood[best] - likelihood) * self._mask_mean_square
+        np.minimum.at(out.margin, p_of[apart], behind[apart])
 
     # -- residuals ---------------------------------------------------------------------------------------------------
 

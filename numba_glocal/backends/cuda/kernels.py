@@ -32,6 +32,7 @@ DENOMINATOR_SCALE = float(1 << 30)
 
 _jit = cuda.jit(fastmath=True, cache=True)
 _device = cuda.jit(device=True, fastmath=True, inline=True, cache=True)
+_called = cuda.jit(device=True)  # the compiler inlines it; Numba doing so would take longer to compile than all the rest
 _ONE, _SIXTH = float32(1.0), float32(1.0 / 6.0)
 
 
@@ -433,7 +434,7 @@ def band_power(
         out[p] = shared[0]
 
 
-@_device
+@_called
 def _accumulate(
     reference,
     c,
@@ -557,7 +558,7 @@ def _accumulate(
         acc[20] += f2 * uz
 
 
-@_device
+@_called
 def _solve6(h, g, x):
     """x = H^-1 g by Gaussian elimination with pivoting on a 6 x 7 system in float64; False if singular."""
     for i in range(6):
@@ -584,7 +585,7 @@ def _solve6(h, g, x):
     return True
 
 
-@_device
+@_called
 def _unpack(sums, damping, h, g):
     """Hessian (damped on its diagonal) and gradient from the sums."""
     k = 0
@@ -604,7 +605,7 @@ def _unpack(sums, damping, h, g):
         g[i] = sums[21 + i]
 
 
-@_device
+@_called
 def _limited(sums, damping, away, limit, h, g, x):
     """The Newton step whose shift stays in a ball (`cpu.limited_step`); False if the system is singular."""
     _unpack(sums, damping, h, g)
@@ -635,7 +636,7 @@ def _limited(sums, damping, away, limit, h, g, x):
     return True
 
 
-@_device
+@_called
 def _exp(v0, v1, v2, out):
     """Rotation matrix (9,) of a rotation vector, by Rodrigues' formula."""
     angle = math.sqrt(v0 * v0 + v1 * v1 + v2 * v2)
