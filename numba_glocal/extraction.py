@@ -92,6 +92,10 @@ class ExtractionSettings:
             raise SettingsError(f"--ctf {self.ctf}: needs the defocus of each tilt; expected --tilts with a tomograms file")
         if self.tilts is not None and self.tilt_range_deg is not None:
             raise SettingsError("--tilts and --tilt-range: expected one of them")
+        if self.tilt_range_deg is not None:
+            low, high = self.tilt_range_deg
+            if not -90 <= low < high <= 90:
+                raise SettingsError(f"--tilt-range: expected -90 <= smallest < largest <= 90 degrees, found {low:g} {high:g}")
 
     @property
     def cut_size(self) -> int:
@@ -172,7 +176,6 @@ def extract(
         for name, rows in placed.rows_of.items():
             data, label = tomograms[name].data, _file_label(name, tomograms[name].path)
             folder = output / "subtomo" / label
-            folder.mkdir(parents=True, exist_ok=True)
             for number, row in enumerate(rows, 1):
                 try:
                     box, beyond = cut(data, centres[row], n, settings.edge)
@@ -180,6 +183,7 @@ def extract(
                     left_out.append((particles.names[row], str(problem)))
                 else:
                     padded += beyond
+                    folder.mkdir(parents=True, exist_ok=True)
                     target = folder / f"{label}_{number:06d}.mrc"
                     write_volume(target, Volume(fourier_crop(-box if settings.invert_contrast else box, m), pixel_out))
                     written[row] = target

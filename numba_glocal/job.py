@@ -17,7 +17,7 @@ from .errors import InputError, NoAnglesWarning, SettingsError, VolumeError, plu
 from .execution.tasks import Chunk
 from .filters import lowpass, mirrored
 from .fourier import grid_shells, max_band, padded_offset
-from .half_sets import assign_half_sets
+from .half_sets import assign_half_sets, neighbours_across, positions_angst
 from .io import read_particles, read_volume
 from .io.angle_list import read_angle_list
 from .io.pixel_size import SAME_PIXEL_SIZE
@@ -149,6 +149,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
             "the volumes are taken to stand as rlnTomoSubtomogramRot/Tilt/Psi turn them, as relion_tomo_subtomo cuts them (--volume-axes tomogram"
             " where they do not)"
         )
+    positions = positions_angst(particles)
     particles = particles.in_volumes()
     half, remarks = assign_half_sets(particles, settings.split, settings.seed)
     warnings += remarks
@@ -158,7 +159,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         if settings.subset > min(sizes):
             warnings.append(f"--subset {settings.subset}: the half-sets have {sizes[0]} and {sizes[1]} particles; smaller ones are taken whole")
         rows = np.sort(np.concatenate([np.flatnonzero(half == h)[: settings.subset] for h in (1, 2)]))
-        particles = particles.take(rows)
+        particles, positions = particles.take(rows), positions[rows]
     classical = isinstance(settings, AverageSettings) and settings.weighting == "ctf"
     groups = find_noise_groups(particles, "none" if classical else settings.noise_groups)
     if len(groups.names) > 1:
@@ -169,7 +170,9 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     except ValueError as problem:
         raise SettingsError(f"--binning: {problem}") from None
     grid = Grid(box, binned, particles.pixel_size_angst)
+    warnings += _far_off(particles)
     mask, mask_name, particle_mask, diameter, source = _masks(settings, grid)
+    warnings += neighbours_across(positions, particles.tomograms, particles.half, 0.25 * diameter, particles.names)
     if settings.mask is not None:
         warnings += _off_centre(mask, grid, settings.mask)
         warnings += _lopsided(mask, settings.symmetry, settings.mask)
@@ -208,6 +211,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
                 references.append(mirrored(start_map) if settings.mirror else start_map)
         if settings.angle_list is not None:
             listed = distinct_rotations(read_angle_list(settings.angle_list))
+        _refuse_many_classes(particles, settings)
         warnings += _classes_of_list(particles, settings)
     _check_weights(particles, reader, k_min, k_limit)
     first, further = (references[0], tuple(references[1:])) if references else (None, ())
@@ -263,6 +267,32 @@ def _read_places(settings: AlignSettings | AverageSettings) -> ParticleSet:
     if voxel is None:
         raise InputError(f"{settings.particles}: shifts in voxels and no pixel size; expected --coordinate-pixel-size, of the list's voxels")
     return read(voxel)
+
+
+def _far_off(particles: ParticleSet) -> list[str]:
+    """A line where the list has particles so far from the centres of their boxes that they are not in them."""
+    far = np.linalg.norm(particles.poses.shifts_angst, axis=1)
+    box_angst = particles.box_size * particles.pixel_size_angst
+    count = int(np.count_nonzero(far > 0.5 * box_angst))
+    if not count:
+        return []
+    worst = int(np.argmax(far))
+    return [
+        f"{count} of {len(far)} particles lie farther from the centres of their boxes than half a box ({0.5 * box_angst:.4g} A),"
+        f" such as {particles.names[worst]}, {far[worst]:.4g} A: are the list's shifts and the pixel size right?"
+    ]
+
+
+def _refuse_many_classes(particles: ParticleSet, settings: AlignSettings) -> None:
+    """Classes that are drawn need two particles in each half; those with start maps may be empty."""
+    if settings.classes == 1 or settings.further_references:
+        return
+    sizes = [int(np.count_nonzero(particles.half == half)) for half in (1, 2)]
+    if min(sizes) < 2 * settings.classes:
+        least = sizes.index(min(sizes)) + 1
+        raise SettingsError(
+            f"--classes {settings.classes}: half-set {least} has {min(sizes)} particles; expected at least two a class, {2 * settings.classes}"
+        )
 
 
 def start_classes(particles: ParticleSet, count: int) -> NDArray[np.int64] | None:

@@ -289,6 +289,12 @@ WRONG = {
     "words": ({"tomogram": "tomo_1"}, ["--tilts", "words.tlt"], "words.tlt:2: 'hello' is no angle"),
     "both": ({"tomogram": "tomo_1"}, ["--tilts", "a.tlt", "--tilt-range", "-60", "60"], "--tilts and --tilt-range"),
     "small box": ({"tomogram": "tomo_1"}, ["--box", "4"], "--box: expected 8 voxels or more, found 4"),
+    "tilt range": (
+        {"tomogram": "tomo_1"},
+        ["--tilt-range", "60", "-60"],
+        "--tilt-range: expected -90 <= smallest < largest <= 90 degrees, found 60 -60",
+    ),
+    "nothing that can be cut": ({"tomogram": "tomo_1"}, ["--box", "64"], "none of 1 particles could be cut"),
     "binning": ({"tomogram": "tomo_1"}, ["--binning", "0.5"], "--binning: expected 1 or more"),
 }
 

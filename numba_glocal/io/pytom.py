@@ -167,7 +167,7 @@ def read_pytom_particles(
         box_size=place.box_size,
         premultiplied=bool(premultiplied),
         source=PytomSource(str(path), raw, tuple(elements), np.arange(len(names)), tuple(names), poses, half, place.pixel_size_angst),
-        coordinates=places(_numbers(path, elements, "PickPosition", ("X", "Y", "Z"))),
+        coordinates=places(_numbers(path, elements, "PickPosition", ("X", "Y", "Z")), place.pixel_size_angst),
         classes=_classes(elements),
         scores=scores if np.isfinite(scores).any() else None,
     )

@@ -337,7 +337,9 @@ def test_position_is_coordinate_minus_origin(tmp_path):
     """Field case 23: coordinate 50, origin 10 A, 2 A a pixel: 45."""
     columns = {**dict.fromkeys(PLACES, ["50"]), "rlnOriginXAngst": ["10"], "rlnOriginYAngst": ["0"], "rlnOriginZAngst": ["-4"]}
     np.testing.assert_allclose(one_particle(tmp_path / "p.star", columns).positions_voxels(), [[45, 50, 52]])
-    columns = {**columns, "rlnTomoName": ["t.tomostar"]}  # Warp: voxels of the image, 8 A
+    columns = {**columns, "rlnTomoName": ["t.tomostar"]}  # a RELION 4 list of volumes from Warp's tomograms
+    np.testing.assert_allclose(one_particle(tmp_path / "p.star", columns).positions_voxels(), [[45, 50, 52]])
+    columns = {**columns, "rlnTomoVisibleFrames": ["[1,1]"]}  # Warp's 2-D stacks: voxels of the image, 8 A
     np.testing.assert_allclose(one_particle(tmp_path / "p.star", columns).positions_voxels(), [[50 - 10 / 8, 50, 50.5]])
 
 
