@@ -178,7 +178,7 @@ def _shared_volumes(particles: ParticleSet, half: NDArray[np.int8]) -> list[str]
     """A volume listed in both halves makes their correlation meaningless."""
     halves_of: dict[tuple[str, str], set[int]] = {}
     first: dict[tuple[str, str], str] = {}
-    for name, path, number in zip(particles.names, particles.volume_paths, half, strict=True):
+    for name, path, number in zip(particles.names, particles.voxels_from, half, strict=True):
         slice_match = re.match(r"\s*0*(\d+)@", name)  # the place in a stack: 7@stack.mrcs
         key = (str(path), slice_match.group(1) if slice_match else "")
         halves_of.setdefault(key, set()).add(int(number))

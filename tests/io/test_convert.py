@@ -227,6 +227,21 @@ def test_what_is_lost_is_one_warning(shared, tmp_path):
     assert lines[1].endswith("out.star: 284 particles, RELION 3.1 STAR")
 
 
+@pytest.mark.parametrize("says", [False, True])
+def test_how_volumes_stand_can_be_said(tmp_path, says):
+    """Volumes cut straight lose nothing with subtomogram angles; turned ones can have poses of their own."""
+    path = relion4_list(tmp_path / "p.star", says)
+    straight = convert(path, tmp_path / "straight.star", "--to", "relion31", "--volume-axes", "tomogram", "--poses", "volume")
+    assert straight.exit_code == 0 and "turned" not in straight.output
+    turned = convert(path, tmp_path / "turned.star", "--to", "relion31", "--volume-axes", "subtomogram", "--poses", "volume")
+    assert turned.exit_code == 0 and "that volumes are turned" in turned.output
+    for (sub, part, _), straight_pose, pose in zip(
+        CASES, *(read_particles(tmp_path / f"{name}.star", require_volumes=False).poses.rotations for name in ("straight", "turned")), strict=True
+    ):
+        np.testing.assert_allclose(pose, euler(*part), atol=1e-6)
+        np.testing.assert_allclose(straight_pose, euler(*sub) @ euler(*part), atol=1e-6)
+
+
 def test_angles_of_no_turn_are_no_loss(tmp_path):
     """Subtomogram angles that are all zero turn nothing, and nothing is warned of."""
     cases = [((0.0, 0.0, 0.0), part, origin) for _, part, origin in CASES]
