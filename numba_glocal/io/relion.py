@@ -41,6 +41,7 @@ ORIGINS_ANGST = ("rlnOriginXAngst", "rlnOriginYAngst", "rlnOriginZAngst")
 ORIGINS_PIXEL = ("rlnOriginX", "rlnOriginY", "rlnOriginZ")
 TILTS = ("ngTiltMinDeg", "ngTiltMaxDeg")
 """Our own columns: a wedge by its lowest and highest tilt about y, both 0 for none. RELION passes over them."""
+_ROOT_HINT = "; names start in another folder? --root gives it"
 _NAMES_30 = ("", "images", "particles")
 USUAL_OPTICS = {"rlnVoltage": 300.0, "rlnSphericalAberration": 2.7, "rlnAmplitudeContrast": 0.07}
 """RELION 3.1 reads no CTF volume from a list without them; nothing is computed from them."""
@@ -184,7 +185,7 @@ def read_relion_particles(
     volume_paths: Sequence[Path]
     weight_paths: Sequence[Weight | None]
     if require_volumes:
-        found = find_volumes(names, finder, path, "particle stack" if stacked else "particle volume")
+        found = find_volumes(names, finder, path, "particle stack" if stacked else "particle volume", "" if root else _ROOT_HINT)
         volume_paths = tuple(found[name] for name in names)
         weight_names = _weight_names(block)
         found = find_volumes([name for name in weight_names if name], finder, path, "weight volume")

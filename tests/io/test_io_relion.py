@@ -341,6 +341,9 @@ def test_missing_volumes_are_one_error(tmp_path):
         read_particles(path, root=tmp_path)
     text = str(error.value)
     assert "6 of 7 particle volumes not found: v1.mrc, v2.mrc, v3.mrc ...; tried" in text and "\n" not in text
+    assert "--root" not in text
+    with pytest.raises(InputError, match="--root gives it$"):
+        read_particles(path)
     for folder in (tmp_path, tmp_path.parent, Path.cwd()):
         assert str(folder / "v1.mrc") in text
     _volumes(tmp_path, [f"v{i}.mrc" for i in range(7)])
