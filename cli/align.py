@@ -110,7 +110,10 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @_option("--cache-gib", key="cache_gib", kind=float, text="Memory of each CPU worker for prepared particles.", metavar="GIB")
 @_option("--gpu-memory", key="gpu_memory_gib", kind=float, text="Memory of each GPU that may be used. [default: what is free]", metavar="GIB")
 @_option(
-    "--gpu-precision", key="gpu_precision", kind=click.Choice(GPU_PRECISIONS), text="Of searches on GPUs; half may use tensor cores. [default: half]"
+    "--gpu-precision",
+    key="gpu_precision",
+    kind=click.Choice(GPU_PRECISIONS),
+    text="Of searches on GPUs; half and fp8 may use tensor cores. [default: half]",
 )
 @seed_option
 @subset_option

@@ -403,10 +403,9 @@ def drop_unlikely(candidates: Candidates, evidence: float) -> Candidates:
     """Without those whose weight, by the log-likelihood ``evidence * score``, is nothing beside the best one's."""
     if evidence <= 0.0 or candidates.scores.shape[1] == 1:
         return candidates
-    behind = candidates.scores.max(axis=1, keepdims=True) - candidates.scores
-    with np.errstate(invalid="ignore"):  # -inf - -inf where a particle has no candidate
-        unlikely = behind * evidence > UNLIKELY
-    return replace(candidates, scores=np.where(unlikely, -np.inf, candidates.scores))
+    # of the best one's: where a particle has no candidate at all, none is left either
+    least = candidates.scores.max(axis=1, keepdims=True) - UNLIKELY / evidence
+    return replace(candidates, scores=np.where(candidates.scores < least, -np.inf, candidates.scores))
 
 
 def drop_copies(candidates: Candidates, symmetry: str, separation_deg: float) -> Candidates:

@@ -30,7 +30,7 @@ from .noise import NoiseModels, noise_line
 from .passes import HALVES, ClassesAligned, Passes
 from .reference_maps import ReferenceMaps
 from .results import ClassResult, ClassState, RunResult, RunState, finite_or_none
-from .schedule import adapt, first_increment_deg, has_settled, search_plan
+from .schedule import adapt, best_of_each_half, first_increment_deg, has_settled, search_plan
 from .settings import AlignSettings
 from .start import NOTHING
 from .symmetry import angle_modulo_deg, grid_factors
@@ -108,6 +108,10 @@ class Classification:
     def _settings(self) -> AlignSettings:
         assert isinstance(self.job.settings, AlignSettings)
         return self.job.settings
+
+    def _included(self, scores: NDArray[np.float64], classes: ClassState) -> NDArray[np.bool_] | None:
+        """Which particles maps are made of, by --keep-best: the best of each class in each half."""
+        return best_of_each_half(scores, self.job.particles.half, self._settings.keep_best_percent, classes.numbers)
 
     # -- noise in the maps -------------------------------------------------------------------------------------------
 
@@ -234,11 +238,12 @@ class Classification:
         """
         folder, inside = self.folder.iteration_folder(state.iteration), self.job.particles.half == half
         value = self.maps.signal_share(fsc)
-        whole = float(classes.shares[:, inside].sum())
+        held_in = _in_maps(classes.shares, self._included(state.scores, classes))
+        whole = float(held_in[:, inside].sum())
         handicap = np.zeros(classes.shares.shape)
         paths = [folder / f"{prefix(c)}reference{3 - half}.npy" for c in range(len(handicap))]
         for c, path in enumerate(paths):
-            shares = classes.shares[c] * inside
+            shares = held_in[c] * inside
             ratio = value / (1.0 - value) * float(shares.sum()) / whole
             sums = self.passes.sums(f"{name}: averages of class {c + 1}", state.poses, noise, shares=shares)
             volume = self.maps.masked(reconstruct(sums[half], self.job.grid.binned_box_size, ratio))
@@ -254,9 +259,10 @@ class Classification:
         job, grid = self.job, self.job.grid
         folder = self.folder.iteration_folder(state.iteration)
         own = {half: np.load(file.path) for half, file in self.maps.references(state.iteration).items()}
-        volumes, weights = [], classes.shares.sum(1)
+        held_in = _in_maps(classes.shares, self._included(state.scores, classes))
+        volumes, weights = [], held_in.sum(1)
         value = self.maps.signal_share(self.maps.fsc(self._half_maps_of(state.iteration)))
-        for c, shares in enumerate(classes.shares):
+        for c, shares in enumerate(held_in):
             sums = self.passes.sums(f"{name}: averages of class {c + 1}", state.poses, noise, shares=shares)
             of_both = 2.0 * value / (1.0 - value) * float(weights[c] / weights.sum())
             both = reconstruct(merge([sums.pop(1), sums.pop(2)]), grid.binned_box_size, of_both)
@@ -298,6 +304,9 @@ class Classification:
         usable = np.asarray(classes.shares.any(0))
         best = np.maximum(classes.numbers - 1, 0)
         classes.margins = np.where(usable, margins_of(likelihood, best), np.nan)
+        scores = np.where(usable, aligned.scores[best, np.arange(len(best))], np.nan)
+        included = self._included(scores, classes)
+        held_in = _in_maps(classes.shares, included)
         k_max = state.k_max
         reached: list[ClassResult] = []
         folder = self.folder.iteration_folder(number)
@@ -305,14 +314,14 @@ class Classification:
         maps: dict[int, dict[int, NDArray[np.float32]]] = {}
         with FileWriter() as writer:
             for c in range(count):
-                result, volumes = self._average(name, state, classes, c, noise, usable, writer)
+                result, volumes = self._average(name, state, classes, c, held_in[c], noise, usable, writer)
                 reached.append(result)
                 if result.fsc is not None:
                     maps[c] = volumes
                     k_max = max(k_max, self.maps.next_band(state.k_max, result.fsc))
             if not maps:
                 raise GlocalError(f"none of {count} classes has two particles in both half-sets; expected fewer --classes, or more particles")
-            shell_values = self._signal_shares(reached, classes.shares)
+            shell_values = self._signal_shares(reached, held_in)
             for c, volumes in maps.items():
                 fsc = reached[c].fsc
                 assert fsc is not None
@@ -320,13 +329,13 @@ class Classification:
                     reference = self.maps.masked(shell_weights(volume, shell_values[c] / _rough_share(fsc)))
                     self.maps.write_reference(folder / f"{prefix(c)}reference{half}.npy", reference, writer)
             poses = _of_class(classes.rotations, classes.shifts_angst, best)
-            next_state = self._next_state(state, aligned, classes, poses, best, number, k_max)
+            next_state = self._next_state(state, aligned, classes, poses, best, included, number, k_max)
             writer.write(self.folder.write_particles, folder, job.particles, next_state)
         classes.handicap = np.zeros(before.handicap.shape)
         for c, value in shell_values.items():
             for half in HALVES:
                 inside = job.particles.half == half
-                gain = self._noise_gain(value, classes.shares[c] * inside, aligned.held_weight, aligned.held_power, k_max)
+                gain = self._noise_gain(value, held_in[c] * inside, aligned.held_weight, aligned.held_power, k_max)
                 classes.handicap[c, inside] = gain[inside]
         was = _of_class(before.rotations, before.shifts_angst, best)
         angle_change = angle_modulo_deg(was.rotations, poses.rotations, settings.symmetry)[usable]
@@ -347,6 +356,7 @@ class Classification:
             "class_change": float((classes.numbers != before.numbers)[usable].mean()) if compared else None,
             "noise": noise_now,
             "classes": [class_record(result) for result in reached],
+            "left_out": None if included is None else int(np.sum(usable & ~included)),
         }
         record["settled"] = has_settled(record, state.history)
         next_state.history = [*state.history, record]
@@ -367,6 +377,11 @@ class Classification:
             " / ".join(noise_line(facts) for facts in noise_now.values()),
             record["seconds"],
         )
+        if included is not None:
+            _log.info(
+                "iteration %d: %s left out of the averages (--keep-best %g, of each class and half-set)",
+                *(number, plural(record["left_out"], "particle"), settings.keep_best_percent),
+            )
         return next_state, self._result(reached)
 
     def _signal_shares(self, reached: list[ClassResult], shares: NDArray[np.float64]) -> dict[int, NDArray[np.float64]]:
@@ -398,24 +413,28 @@ class Classification:
         state: RunState,
         classes: ClassState,
         c: int,
+        held: NDArray[np.float64],
         noise: dict[int, NoiseModels],
         usable: NDArray[np.bool_],
         writer: FileWriter,
     ) -> tuple[ClassResult, dict[int, NDArray[np.float32]]]:
-        """Half-maps and FSC of one class, and maps for its references; an empty one keeps its references and gets no maps."""
+        """Half-maps and FSC of one class, and maps for its references; an empty one keeps its references and gets no maps.
+
+        `held` (n,) is how much of each particle goes into them.
+        """
         job, half_of = self.job, self.job.particles.half
         folder = self.folder.iteration_folder(state.iteration + 1)
-        numbers = classes.numbers
-        counts = (int((numbers[half_of == 1] == c + 1).sum()), int((numbers[half_of == 2] == c + 1).sum()))
+        mine = (classes.numbers == c + 1) & (held > 0)
+        counts = (int(mine[half_of == 1].sum()), int(mine[half_of == 2].sum()))
         share = float(classes.shares[c].sum() / max(int(usable.sum()), 1))
         # shares that add up to a particle may be of many: what counts is how many there are
-        if min(int((classes.shares[c, half_of == half] > 0).sum()) for half in HALVES) < _LEAST_PARTICLES or min(counts) < _LEAST_PARTICLES:
+        if min(int((held[half_of == half] > 0).sum()) for half in HALVES) < _LEAST_PARTICLES or min(counts) < _LEAST_PARTICLES:
             _log.warning("class %d has %d + %d particles: it gets no maps, and its references stay", c + 1, *counts)
             for file in self.maps.references(state.iteration, prefix(c)).values():
                 shutil.copyfile(file.path, folder / file.path.name)
             return ClassResult(c + 1, counts, share, None, None), {}
         poses = Poses(classes.rotations[c], classes.shifts_angst[c])
-        poses, sums, apart = self.frame.averages(f"{name}: class {c + 1}", poses, noise, classes.shares[c])
+        poses, sums, apart = self.frame.averages(f"{name}: class {c + 1}", poses, noise, held)
         classes.rotations[c], classes.shifts_angst[c] = poses.rotations, poses.shifts_angst
         half_maps = self.maps.half_maps(sums)
         fsc = self.maps.fsc(half_maps)
@@ -427,7 +446,15 @@ class Classification:
         return ClassResult(c + 1, counts, share, fsc, self.maps.crossing(fsc)), volumes
 
     def _next_state(
-        self, state: RunState, aligned: ClassesAligned, classes: ClassState, poses: Poses, best: NDArray[np.int64], number: int, k_max: float
+        self,
+        state: RunState,
+        aligned: ClassesAligned,
+        classes: ClassState,
+        poses: Poses,
+        best: NDArray[np.int64],
+        included: NDArray[np.bool_] | None,
+        number: int,
+        k_max: float,
     ) -> RunState:
         """Per particle what its class says."""
         rows = np.arange(len(best))
@@ -446,7 +473,7 @@ class Classification:
             shift_sigma_angst=own(aligned.shift_sigma_angst),
             log_likelihood=own(aligned.log_likelihood),
             margin=None,
-            included=None,
+            included=included,
             bad=dict(self.passes.bad),
             classes=classes,
         )
@@ -538,6 +565,11 @@ def _counts_text(counts: NDArray[np.float64]) -> str:
 def _one_hot(numbers: NDArray[np.int64], count: int) -> NDArray[np.float64]:
     """Shares (c, n) of classes (n,) from 0; -1 has none."""
     return (numbers[None] == np.arange(count)[:, None]).astype(np.float64)
+
+
+def _in_maps(shares: NDArray[np.float64], included: NDArray[np.bool_] | None) -> NDArray[np.float64]:
+    """Shares (c, n) of the particles that averages are made of (n,); those left out by score have a class, but no part in its maps."""
+    return shares if included is None else shares * included
 
 
 def _of_class(rotations: NDArray[np.float64], shifts_angst: NDArray[np.float64], best: NDArray[np.int64]) -> Poses:

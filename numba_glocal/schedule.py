@@ -73,8 +73,10 @@ def prior_widths(settings: AlignSettings) -> PriorWidths:
     )
 
 
-def best_of_each_half(scores: NDArray[np.float64], half: NDArray[np.integer[Any]], percent: float | None) -> NDArray[np.bool_] | None:
-    """Which particles averages are made of: the best `percent` of each half, at least two; None for all.
+def best_of_each_half(
+    scores: NDArray[np.float64], half: NDArray[np.integer[Any]], percent: float | None, classes: NDArray[np.integer[Any]] | None = None
+) -> NDArray[np.bool_] | None:
+    """Which particles averages are made of: the best `percent` of each half (and class), at least two; None for all.
 
     Parameters
     ----------
@@ -82,12 +84,17 @@ def best_of_each_half(scores: NDArray[np.float64], half: NDArray[np.integer[Any]
         NaN for particles that cannot be used; they do not count.
     half : (n,) int
     percent : float or None
+    classes : (n,) int, optional
+        Scores of different maps do not compare: of each class its best ones.
     """
     if percent is None:
         return None
     included = np.zeros(len(scores), bool)
-    for number in (1, 2):
-        rows = np.flatnonzero((half == number) & np.isfinite(scores))
+    sets = [half == number for number in (1, 2)]
+    if classes is not None:
+        sets = [of_half & (classes == c) for of_half in sets for c in np.unique(classes)]
+    for mine in sets:
+        rows = np.flatnonzero(mine & np.isfinite(scores))
         wanted = max(2, math.ceil(len(rows) * percent / 100.0 - 1e-9))
         included[rows[np.argsort(-scores[rows], kind="stable")[:wanted]]] = True
     return included

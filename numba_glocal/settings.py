@@ -14,7 +14,7 @@ from .errors import SettingsError
 from .values import CTF_KINDS, EDGES, NOISE_GROUPS, SCORES, VOLUME_AXES
 
 SPLITS = ("file", "particle", "tomogram")
-GPU_PRECISIONS = ("half", "single")
+GPU_PRECISIONS = ("half", "fp8", "single")
 ASSIGNMENTS = ("hard", "soft")
 MOST_CLASSES = 50
 MOST_ANGLE_SHELLS = 20
@@ -146,7 +146,7 @@ class AlignSettings:
     gpu_memory_gib : float or None
         Device memory of each GPU that may be used; None: what is free.
     gpu_precision : str or None
-        Of searches on GPUs: "half" (None) lets them use the tensor cores, "single" does not.
+        Of searches on GPUs: "half" (None) lets them use the tensor cores, "fp8" in their lowest precision, "single" does not.
     """
 
     particles: str
@@ -308,8 +308,6 @@ class AlignSettings:
                 raise SettingsError(f"--reference {twice[0]} is given twice: two classes with one start map stay alike; expected different maps")
         if not 1 <= self.classes <= MOST_CLASSES:
             raise SettingsError(f"--classes: expected 1 to {MOST_CLASSES}, found {self.classes}")
-        if self.classes > 1 and self.keep_best_percent is not None:
-            raise SettingsError("--keep-best: of several classes all particles are used; expected one class, or no --keep-best")
         if self.classes == 1 and self.class_assignment != "hard":
             raise SettingsError(f"--class-assignment {self.class_assignment}: there is one class; expected --classes or several --reference")
         if self.class_assignment == "soft" and self.score != "ml":

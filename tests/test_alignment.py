@@ -6,7 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.spatial.transform import Rotation
 
-from numba_glocal.alignment import MODES, SEEDS, SearchPlan, align_chunk, angular_resolution_deg, search_levels, shift_step_angst
+from numba_glocal.alignment import (
+    MODES,
+    SEEDS,
+    UNLIKELY,
+    SearchPlan,
+    align_chunk,
+    angular_resolution_deg,
+    drop_unlikely,
+    search_levels,
+    shift_step_angst,
+)
 from numba_glocal.backends.protocols import Candidates, ParticleBatch, PoseEstimates
 from numba_glocal.noise import ResidualPower
 from numba_glocal.sampling import shift_ball
@@ -133,3 +143,12 @@ def test_a_relaxed_symmetry_starts_from_all_copies_and_keeps_some_of_each():
     found = seen[0].rotations.reshape(2, 4, 9)
     assert np.abs(found[:, :, None] - copies.reshape(2, 1, 4, 9)).max(-1).min(1).max() < 1e-12
     assert np.array_equal(seen[0].shifts_angst, np.repeat(starts[:, None], 4, axis=1)) and np.isfinite(seen[0].scores).all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_unlikely_candidates_are_dropped_without_a_warning_where_there_are_none():
+    scores = np.array([[5.0, 5.0 - 0.99 * UNLIKELY / 2, 5.0 - 1.01 * UNLIKELY / 2], [-np.inf] * 3, [1.0, -np.inf, -np.inf]])
+    candidates = Candidates(np.broadcast_to(np.eye(3), (3, 3, 3, 3)), np.zeros((3, 3, 3)), scores)
+    left = drop_unlikely(candidates, 2.0).scores > -np.inf
+    assert left.tolist() == [[True, True, False], [False] * 3, [True, False, False]]
+    assert drop_unlikely(candidates, 0.0) is candidates

@@ -66,7 +66,6 @@ def test_classes_that_differ_between_the_halves_are_said():
         ({"classes": 0}, "--classes: expected 1 to 50, found 0"),
         ({"class_assignment": "soft"}, "there is one class"),
         ({"classes": 2, "class_assignment": "soft", "score": "ncc"}, "expected --score ml"),
-        ({"classes": 2, "keep_best_percent": 50.0}, "--keep-best"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given, expected):

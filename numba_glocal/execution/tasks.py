@@ -241,7 +241,7 @@ def start_worker(
     share : int
         Workers on the same GPU (cuda).
     precision : str
-        Of searches, "half" or "single" (cuda).
+        Of searches, "half", "fp8" or "single" (cuda).
 
     Returns
     -------

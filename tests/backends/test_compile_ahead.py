@@ -96,7 +96,7 @@ def test_every_kernel_is_listed_once_and_only_once(compiler):
     from numba_glocal.backends.cuda import kernels, prepare
     from numba_glocal.backends.cuda.signatures import jobs
 
-    for precision in ("half", "single"):
+    for precision in ("half", "fp8", "single"):
         first, later = jobs(precision)
         assert len({job.kernel for job in [*first, *later]}) == len([*first, *later]) < len(ahead_module._QUEUE)
         listed = {job.kernel for job in first}

@@ -10,13 +10,13 @@ import pytest
 cuda = pytest.importorskip("numba.cuda")
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from numba import float32  # noqa: E402
+from numba import float32, uint8  # noqa: E402
 
 try:
     from numba.cuda import dispatcher
 
-    from numba_glocal.backends.cuda import kernels, prepare, search
-    from numba_glocal.backends.cuda.signatures import KERNELS, PREPARE, SEARCH
+    from numba_glocal.backends.cuda import kernels, prepare, search, tensor
+    from numba_glocal.backends.cuda.signatures import KERNELS, PREPARE, SEARCH, TENSOR
 
     cuda.compile(lambda x: None, (float32[::1],), cc=(9, 0), output="ptx", device=False, abi="numba")
 except Exception as problem:  # no NVVM here
@@ -69,6 +69,18 @@ def test_search_keeps_its_sums_in_registers(steps):
     assert ".f64" not in instructions(ptx)
 
 
+@pytest.mark.parametrize(("largest2", "sums"), [(2.0, [9]), (16.0, [29, 28])])
+def test_tensor_search_keeps_its_sums_in_registers(largest2, sums):
+    groups = tensor.disc_groups(largest2)
+    assert [sum(map(tensor.n_shifts, group)) for group in groups] == sums
+    code = instructions(ptx_of(tensor.search_kernel(groups[0], tensor.SHAPE), TENSOR))
+    assert ".local" not in code and ".f64" not in code
+    # of a thread: two rotations by two particles; all sums but the one without a shift are scaled, and three more scaled terms make a score
+    assert code.count("st.shared.f32") == 4 * sums[0]
+    scaled = 4 * (sums[0] - 1)
+    assert scaled <= code.count("fma.rn.ftz.f32") <= scaled + 4 * 20
+
+
 def test_every_shift_of_the_ball_belongs_to_one_group():
     for steps in range(7):
         radius2 = (1.01 * steps) ** 2
@@ -81,3 +93,11 @@ def test_every_shift_of_the_ball_belongs_to_one_group():
             x * x + y * y + z * z <= radius2 for x in range(-steps, steps + 1) for y in range(-steps, steps + 1) for z in range(-steps, steps + 1)
         )
         assert len(rows) == len(set(rows)) == inside
+
+
+@pytest.mark.parametrize("name", ["narrow_columns", "narrow_templates"])
+def test_numbers_are_stored_as_the_array_asks(name):
+    half = ptx_of(getattr(kernels, name), KERNELS[name])
+    eight = ptx_of(getattr(kernels, name), (*KERNELS[name][:-1], uint8[::1]))
+    assert "e4m3x2" in eight and "e4m3x2" not in half
+    assert "f16" in half and "f16" not in instructions(eight).replace("b16", "")

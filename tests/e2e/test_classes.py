@@ -190,3 +190,29 @@ def test_soft_classes(mixed, from_maps, align_here, tmp_path):
     margins = column(run, "ngClassMargin").astype(float)
     expected = 1.0 / (1.0 + np.exp(-margins))
     np.testing.assert_allclose(shares.max(0), np.where(expected > 0.999, 1.0, expected), atol=1e-3)
+
+
+@pytest.mark.parametrize("start", ["maps", "random"])
+def test_the_best_of_each_class_and_half(mixed, command, align_here, tmp_path, start):
+    """Left out of the maps and not of the list; each class keeps its share, though the scores of the kind with less mass are lower."""
+    run = tmp_path / "run"
+    if start == "maps":
+        maps = [word for kind in ("whole", "less") for word in ("--reference", mixed / kind / "reference.mrc")]
+        options = "--particle-diameter 220 --iterations 2 --angle-shells 2 --angle-increment 5 --cpu-procs 1 --keep-best 75".split()
+        done = command("align", mixed / "start.star", "-o", run, *maps, *options)
+        summary = json.loads((run / "summary.json").read_text())
+        assert "Not in the averages, by --keep-best: 8 particles" in done.stdout and "12 + 12 particles" in done.stdout
+        assert summary["used"] == 24 and summary["iterations"][-1]["left_out"] == 8
+        assert "8 particles left out of the averages (--keep-best 75, of each class and half-set)" in (run / "log.txt").read_text()
+        assert "8 more were aligned and left out by score" in (run / "report.html").read_text()
+    else:
+        align_here(mixed / "start.star", run, reference=two_maps(mixed)["reference"], classes=2, keep_best_percent=75.0, **USUAL)
+    assert right(run) >= 0.9
+    included, scores = column(run, "ngIncluded").astype(int), column(run, "ngScore").astype(float)
+    half, number = column(run, "rlnRandomSubset").astype(int), column(run, "ngClass").astype(int)
+    record = json.loads(str(state_of(run)["facts"]))["history"][-1]
+    for c in (1, 2):
+        for h in (1, 2):
+            mine = (number == c) & (half == h)
+            assert included[mine].sum() == np.ceil(0.75 * mine.sum()) == record["classes"][c - 1]["half_counts"][h - 1]
+            assert scores[mine & (included == 1)].min() > scores[mine & (included == 0)].max()

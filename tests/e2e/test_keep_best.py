@@ -90,6 +90,10 @@ def test_the_best_of_each_half():
     assert best_of_each_half(scores, half, 50.0).tolist() == [True, False, False, True, False, False, True, True, False]
     assert best_of_each_half(scores, half, 1.0).sum() == 4, "two of each half at least"
     assert best_of_each_half(scores, half, 100.0).tolist() == [True, True, False, *[True] * 6]
+    # a class whose scores are all lower keeps its share
+    scores, half, classes = np.array([9.0, 8.0, 7.0, 6.0, 4.0, 3.0, 2.0, 1.0]), np.ones(8, int), np.array([1, 1, 1, 1, 2, 2, 2, 2])
+    assert best_of_each_half(scores, half, 50.0).tolist() == [True] * 4 + [False] * 4
+    assert best_of_each_half(scores, half, 50.0, classes).tolist() == [True, True, False, False] * 2
     for percent in (0.0, 101.0, float("nan")):
         with pytest.raises(SettingsError, match="--keep-best: expected more than 0 and at most 100 percent"):
             AlignSettings("list.star", "run", keep_best_percent=percent)

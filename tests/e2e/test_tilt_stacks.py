@@ -44,7 +44,8 @@ def name_3d(stack):
 
 def test_volumes_are_those_of_the_premultiplied_set(folder, real, tools):
     """Inside the wedge and a soft sphere around the particle (radius 280 A / 2); the volumes of the set were made with a coarser interpolation."""
-    particles = with_tilt_images(read_particles(folder / "optimisation_set.star"))
+    with pytest.warns(UserWarning, match="rlnTomoHand is -1, but the images' own CTF says"):
+        particles = with_tilt_images(read_particles(folder / "optimisation_set.star"))
     assert len(particles) == 40 and particles.premultiplied
     sphere = tools.soft_sphere(N, 8, 4)
     frequency = np.fft.ifftshift(RADIUS)
@@ -87,7 +88,8 @@ def test_the_images_tell_that_the_projections_are_mirrored(folder):
 
 def test_weights_follow_the_power_of_the_images(folder):
     """Images are noise times CTF, scale and exposure filter: their power must go as the square of that, from tilt to tilt and shell to shell."""
-    particles = with_tilt_images(read_particles(folder / "optimisation_set.star"))
+    with pytest.warns(UserWarning, match="rlnTomoHand is -1, but the images' own CTF says"):
+        particles = with_tilt_images(read_particles(folder / "optimisation_set.star"))
     k = plane_frequencies(N)
     shell = np.rint(np.hypot(k[:, 0], k[:, 1])).astype(int)
     for geometry in dict.fromkeys(particles.weight_paths):

@@ -53,7 +53,7 @@ def compute_capability() -> tuple[int, int] | None:
 def _key(capability: tuple[int, int], precision: str) -> str:
     """Names what is to be compiled: another version of anything that goes in has another key."""
     parts: list[Any] = [sys.version, capability, precision]
-    for name in ("numba", "numba-cuda"):
+    for name in ("numba", "numba-cuda", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):  # the last two: of which toolkit
         try:
             parts.append(importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from numba.cuda.types import float16, float32, float64, int16, int32, int64, uint64
+from numba.cuda.types import float16, float32, float64, int16, int32, int64, uint8, uint64
 
 from . import kernels, prepare
 
@@ -32,11 +32,11 @@ KERNELS: dict[str, tuple[Any, ...]] = {
         *(_f, _n, _n, float32, _f, _n, _i32, _i32, int16[::1], *_WEIGHTS, _i32, _i32, _i32, _f, _f, _i32, _f, _f),
         *(_f2, _f2, _f3, _f3, _f3),
     ),
-    "column_scales": (_f2, _f, _n, _f),
-    "half_columns": (_f2, _f, _f, _n, _h),
-    "half_templates": (_f, _n, _i32, _f, _f2, _n, _n, _n, float32, _n, _h),
-    "best_of_tile": (_f, _n, _n, _n, _n, _i32, _f, float32, _n, _f2, _f2, _f2, _i2),
-    "clear": (_h,),
+    "column_scales": (_f2, _f, _n, float32, _f),
+    "narrow_columns": (_f2, _f, _f, _i32, _f2, _n, _n, _n, _n, _h),
+    "narrow_templates": (_f, _n, _i32, _f, _f2, _n, _n, _n, float32, _n, _h),
+    "best_of_tile": (_f, _n, _n, _n, _n, _n, _i32, _f, float32, _n, _f2, _f2, _f2, _i2),
+    "score_chosen": (_f, _f2, _i32, _f2, _i32, _n, _i2, _n, _f2, _f2, _f2, _f, _n, float32, _f2, _n, _i2, _f2),
     "pack_rotated": (_f, _n, _i32, _f, _n, float32, _h),
     "pack_columns": (_f, _n, _i32, _f, _f, _f, _f, _h),
     "clear_sums": (int64[:, ::1],),
@@ -91,17 +91,22 @@ def longest() -> Job:
 
 
 def jobs(precision: str) -> tuple[list[Job], list[Job]]:
-    """What a warm-up needs, and what some runs need after it; each the longest first.
+    """What a warm-up needs, and what some runs need after it; each the longest first, and no kernel twice.
+
+    Two processes that compile one kernel for different types at once may take the same file name in the JIT cache: Numba has no lock there.
 
     Parameters
     ----------
     precision : str
-        Of searches, "half" or "single".
+        Of searches: "half", "fp8" or "single".
     """
-    fixed = [Job(name, getattr(kernels, name), types) for name, types in KERNELS.items()]
+    types_of = KERNELS
+    if precision == "fp8":
+        types_of = KERNELS | {name: (*KERNELS[name][:-1], uint8[::1]) for name in ("narrow_columns", "narrow_templates")}
+    fixed = [Job(name, getattr(kernels, name), types) for name, types in types_of.items()]
     fixed += [Job(name, getattr(prepare, name), types) for name, types in PREPARE.items()]
     fixed.sort(key=lambda job: _LONGEST.index(job.name) if job.name in _LONGEST else len(_LONGEST))
-    searches = _tensor_jobs if precision == "half" else _search_jobs
+    searches = _search_jobs if precision == "single" else _tensor_jobs
     near = searches(_STEPS)
     held = {job.name for job in near}
     return [longest(), *near, *fixed[1:]], [job for job in searches(_WIDE_STEPS) if job.name not in held]
