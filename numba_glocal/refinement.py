@@ -27,12 +27,12 @@ from .noise import NoiseModel, NoiseModels, noise_line
 from .passes import HALVES, Aligned, Passes, Stage
 from .pose_prior import PriorWidths
 from .reference_maps import ReferenceMaps
-from .resolution import Crossing
+from .resolution import Crossing, evidence, shell_resolution_angst
 from .results import RunFolder, RunResult, RunState, finite_or_none
 from .schedule import adapt, best_of_each_half, first_increment_deg, has_converged, has_settled, last_iteration, search_plan
 from .settings import AlignSettings, AverageSettings
 from .start import NOTHING, Start, symmetry_doubts
-from .symmetry import angle_modulo_deg
+from .symmetry import angle_modulo_deg, group_rotations
 from .values import FSCCurve, Volume
 
 _log = logging.getLogger("numba_glocal")
@@ -42,6 +42,8 @@ _CLEAR_ODDS = math.log(100.0)
 """A particle whose second mode is nearer than this in log-likelihood is counted as ambiguous: odds below 100 to 1."""
 _MASK_SPREAD = 1.25
 """Runs on noise agree up to this many box / diameter shells beyond the start map's (measured: 1.07): the mask carries them there."""
+_SURE = 3.0
+"""Standard deviations above noise from which a resolution is taken to be more than chance."""
 
 
 class Refinement:
@@ -88,7 +90,7 @@ class Refinement:
         if settings.until_converged:
             _log.info("%s after iteration %d", "converged" if has_converged(state.history) else "not converged", state.iteration)
         result = self._stored_result(state) if result is None else result
-        doubts = [*self._doubts(result.crossing), *symmetry_doubts(settings, state.symmetry_agreement), *class_doubts(result.classes)]
+        doubts = [*self._doubts(result), *symmetry_doubts(settings, state.symmetry_agreement), *class_doubts(result.classes)]
         noise = state.history[-1].get("noise") if state.history else None
         return replace(result, warnings=tuple(doubts), symmetry_agreement=state.symmetry_agreement, noise=noise)
 
@@ -186,16 +188,18 @@ class Refinement:
             )
         return next_state, RunResult(fsc, crossing, dict(self.passes.bad), half_counts)
 
-    def _doubts(self, crossing: Crossing) -> list[str]:
+    def _doubts(self, result: RunResult) -> list[str]:
         """A resolution within what the start map brought along: there the halves agree even on noise, for both were turned onto one map."""
-        settings = self.job.settings
+        settings, crossing = self.job.settings, result.crossing
         assert isinstance(settings, AlignSettings)
-        if settings.reference is None or crossing.shell < 1:
+        if crossing.shell < 1:
             return []
+        if settings.reference is None:
+            return chance_doubts(self.job, result.fsc, crossing)
         box_angst = self.job.shell_of(1.0)
         brought = self.job.shell_of(settings.initial_lowpass_angst) + _MASK_SPREAD * box_angst / self.job.diameter_angst
         if crossing.shell > brought:
-            return []
+            return chance_doubts(self.job, result.fsc, crossing, int(brought) + 1)
         return [
             f"the resolution of {crossing.resolution_angst:.1f} A is no finer than what the start map brought"
             f" (--initial-lowpass {settings.initial_lowpass_angst:g}, spread by the mask to {box_angst / brought:.1f} A): the halves"
@@ -226,6 +230,22 @@ class Refinement:
         average = read_volume(folder / "average.mrc").data
         self.folder.write_final(self.job.particles, state, half_maps, average, result.fsc, self.job.mask, self.job.settings.fsc_criterion)
         return state
+
+
+def chance_doubts(job: Job, fsc: FSCCurve, crossing: Crossing, first_shell: int = 1) -> list[str]:
+    """A resolution that stands on so few independent samples that chance may have made it; symmetries of many elements leave few."""
+    if crossing.shell < 1:
+        return []
+    symmetry = job.settings.symmetry
+    found = evidence(fsc.corrected, first_shell, crossing.shell, fsc.box_size, job.mask, len(group_rotations(symmetry)))
+    if found >= _SURE:
+        return []
+    of = f", and of those --symmetry {symmetry} makes copies" if symmetry != "C1" else ""
+    finer = f" finer than {shell_resolution_angst(first_shell - 1, fsc.box_size, fsc.pixel_size_angst):.1f} A" if first_shell > 1 else ""
+    return [
+        f"the resolution of {crossing.resolution_angst:.1f} A may be chance: the shells{finer} hold few samples{of};"
+        f" together they correlate {found:.1f} standard deviations above noise, expected {_SURE:g}"
+    ]
 
 
 def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage, chunk_limit: int | None = None) -> RunResult:
@@ -264,7 +284,7 @@ def average_run(job: Job, executor: Executor, folder: RunFolder, stage: Stage, c
     folder.write_maps(folder.path, half_maps, fsc, settings.fsc_criterion)
     half_counts = sums[1].n_particles, sums[2].n_particles
     folder.write_final(job.particles, state, half_maps, maps.average(sums), fsc, job.mask, settings.fsc_criterion)
-    doubts = tuple(symmetry_doubts(settings, agreement))
+    doubts = (*chance_doubts(job, fsc, maps.crossing(fsc)), *symmetry_doubts(settings, agreement))
     return RunResult(fsc, maps.crossing(fsc), dict(passes.bad), half_counts, doubts, agreement, facts)
 
 

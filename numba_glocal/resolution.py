@@ -159,6 +159,43 @@ def find_crossing(curve: ArrayLike, box_size: int, pixel_size_angst: float, crit
     return Crossing(shell, shell_resolution_angst(shell, box_size, pixel_size_angst), crossed, rises_again)
 
 
+def evidence(curve: ArrayLike, first_shell: int, last_shell: int, box_size: int, mask: NDArray[Any] | None = None, order: int = 1) -> float:
+    """How far the correlation of some shells, taken together, lies above what chance gives, in standard deviations.
+
+    Of maps of noise alone ``atanh(FSC)`` scatters by ``1 / sqrt(samples)``. A mask makes neighbours alike, and each element of a symmetry
+    that is imposed repeats the same sample: of an icosahedral map's shells few are left, and chance correlates them well above 0.143
+    (van Heel and Schatz 2005).
+
+    Parameters
+    ----------
+    curve : (n_shells,) array_like
+        FSC, corrected for the mask.
+    first_shell, last_shell : int
+        Both are counted.
+    box_size : int
+    mask : (n, n, n) array, optional
+        That the curve was measured with, of any box.
+    order : int
+        Elements of the symmetry group.
+
+    Returns
+    -------
+    float
+        0 where there is no shell.
+    """
+    shells = np.arange(max(first_shell, 1), last_shell + 1)
+    if not shells.size:
+        return 0.0
+    part = 1.0
+    if mask is not None:
+        square = np.asarray(mask, np.float64) ** 2
+        part = float(square.sum() ** 2 / max(square.size * (square**2).sum(), 1e-30))
+    _, begins, times = _sorted_shells(box_size)
+    samples = np.add.reduceat(times, begins)[shells] * part / order
+    z = np.arctanh(np.clip(np.asarray(curve, np.float64)[shells], -0.999, 0.999))
+    return float((z * samples).sum() / np.sqrt(samples.sum()))
+
+
 def resolution_angst(curve: ArrayLike, box_size: int, pixel_size_angst: float, criterion: float = 0.143) -> float:
     """Resolution in Angstrom at the last shell above the first crossing, as RELION reports it; Nyquist without a crossing."""
     return find_crossing(curve, box_size, pixel_size_angst, criterion).resolution_angst

@@ -10,7 +10,8 @@ from scipy import ndimage
 
 from numba_glocal.errors import VolumeError
 from numba_glocal.masks import spherical_mask
-from numba_glocal.resolution import find_crossing, fourier_shell_correlation, half_map_fsc, resolution_angst
+from numba_glocal.resolution import evidence, find_crossing, fourier_shell_correlation, half_map_fsc, resolution_angst
+from numba_glocal.symmetry import group_rotations, symmetrised
 
 
 def half_maps(box=64, seed=1, noise=0.5, blur=1.5):
@@ -187,3 +188,29 @@ def test_fast_enough_to_stand_between_iterations():
         half_map_fsc(a, b, 4.0, mask)
         took.append(time.process_time() - start)
     assert min(took) < 0.2  # 0.04 s on the machine it was written on
+
+
+@pytest.mark.parametrize("group", ["C1", "D2", "O", "I"])
+def test_evidence_of_noise_is_within_chance(group):
+    """Pairs of maps of noise, each symmetrised by itself, under a sphere: standard deviations above noise scatter by about one."""
+    n, rng = 24, np.random.default_rng(3)
+    mask = spherical_mask(n, 8.0, 4.0)
+    order = len(group_rotations(group))
+    found, naive = [], []
+    for _ in range(12):
+        halves = [symmetrised(rng.normal(size=(n, n, n)).astype(np.float32), group) for _ in range(2)]
+        curve = fourier_shell_correlation(*(half * mask for half in halves))
+        found.append(evidence(curve, 3, 9, n, mask, order))
+        naive.append(evidence(curve, 3, 9, n))
+    assert np.abs(np.mean(found)) < 1.0 and 0.4 < np.std(found) < 1.8
+    assert group == "C1" or np.std(naive) > 1.5 * np.std(found)
+
+
+def test_evidence_of_a_structure_is_far_above_chance():
+    n, rng = 24, np.random.default_rng(4)
+    mask = spherical_mask(n, 8.0, 4.0)
+    signal = symmetrised(ndimage.gaussian_filter(rng.normal(size=(n, n, n)), 1.0).astype(np.float32), "I")
+    halves = [signal + symmetrised(rng.normal(scale=0.3 * signal.std(), size=(n, n, n)).astype(np.float32), "I") for _ in range(2)]
+    curve = fourier_shell_correlation(*(half * mask for half in halves))
+    assert evidence(curve, 1, 8, n, mask, 60) > 5
+    assert evidence(curve, 9, 8, n, mask, 60) == 0

@@ -63,3 +63,15 @@ def test_agreement_that_the_start_map_brought_is_called_so(noise, planted_run, c
     done = command("align", noise.start, "-o", tmp_path / "own", *options)
     assert "no finer" not in done.stderr
     assert "no finer" not in (planted_run / "log.txt").read_text() + (planted_run / "summary.json").read_text()
+
+
+def test_noise_under_a_large_group_is_called_chance(noise, command, tmp_path):
+    """Sixty copies of every sample: halves of noise alone agree above 0.143 somewhere, and the words for it are there."""
+    found = 0
+    for group in ("O", "I", "I1", "I3"):
+        done = command("average", noise.truth, "-o", tmp_path / group, "--symmetry", group, "--particle-diameter", 160, "--quiet")
+        summary = json.loads((tmp_path / group / "summary.json").read_text())
+        read = summary["resolution_angst"]
+        assert (read is not None) == ("may be chance" in done.stderr), (group, read, done.stderr)
+        found += read is not None
+    assert found
