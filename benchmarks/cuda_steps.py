@@ -3,8 +3,8 @@
     python benchmarks/cuda_steps.py [--quick] [-o FILE.json]
 
 Particles are distinct noise volumes (spectra of random values, weights of a +-60 degree wedge); every step does the work it does in a run. The
-steps: turn (columns and weights), search (all shifts of all rotations), den2, scores, choice. Templates are built once a level and are
-given apart and as a share. Copy bandwidth and fp32 rate of this GPU are measured in the same run.
+steps: turn (columns and weights), search (all shifts of all rotations), den2, scores, choice, the chosen one again in single precision.
+Templates are built once a level and are given apart and as a share. Copy bandwidth and fp32 rate of this GPU are measured in the same run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numba import cuda, float32
 from numba_glocal.backends import lines
 from numba_glocal.backends.cuda import gemm, kernels
 from numba_glocal.backends.cuda.backend import _ball_radius2, den_products, device_name
-from numba_glocal.backends.cuda.product import ProductSearch, product_us
+from numba_glocal.backends.cuda.product import ProductSearch, Way, shift_turns
 from numba_glocal.backends.cuda.scratch import Scratch
 from numba_glocal.backends.cuda.search import coefficient_table, launch, shift_groups
 from numba_glocal.backends.cuda.tensor import TensorSearch, Weighting, available, tensor_us
@@ -82,11 +82,18 @@ def ceilings() -> dict[str, float]:
 
 
 def case(
-    box: int, k_max: int, rotations: np.ndarray, radius_voxels: float, particles: int, global_search: bool = False, threads: int | None = None
+    box: int,
+    k_max: int,
+    rotations: np.ndarray,
+    radius_voxels: float,
+    particles: int,
+    global_search: bool = False,
+    threads: int | None = None,
+    step_voxels: float | None = None,
 ) -> dict[str, Any]:
     """One row: all steps for `particles` particles."""
     rng = np.random.default_rng(0)
-    step = 0.8 * box / (2 * k_max)
+    step = step_voxels or 0.8 * box / (2 * k_max)
     cube = lines.shift_cube(radius_voxels, step)
     band = lines.line_band(float(k_max))
     c = padded_offset(k_max)
@@ -199,19 +206,35 @@ def case(
     halves: dict[str, Any] = {}
     if available():
         halves["tensor"] = TensorSearch.make(band, cube, _ball_radius2(cube), box, templates, powers, n_rotations, inverse_sigma2)
+    lattice = cuda.to_device(np.ascontiguousarray(band.lattice, np.int32).ravel())
+    products = {}
     if gemm.available():
-        halves["product"] = ProductSearch.make(band, cube, box, templates, powers, n_rotations, inverse_sigma2)
+        products = {"product": Way(2, False), "product, particles shifted": Way(2, True)}
+        if gemm.eight_available():
+            products |= {"fp8": Way(1, False), "fp8, particles shifted": Way(1, True)}
+        if 2 * particles > n_rotations:  # the other side would be far too much
+            products = {name: way for name, way in products.items() if not way.shifts_particles}
+    for name, way in products.items():
+        halves[name] = ProductSearch.make(way, band, cube, box, templates, powers, n_rotations, lattice, inverse_sigma2)
     scratch = Scratch()
 
-    def in_half(way: str) -> None:
+    def narrow(way: str) -> None:
         halves[way].run(columns, part, Weighting(False, none, none), best, best_shift, scratch)
 
     def scores() -> None:
         kernels.finish_scores[(-(-n_rotations // 128), part), 128](best, den, power, 0, np.float32(1.0))
 
+    kept = cuda.device_array((part, 1, 9), np.float32)
+
     def choice() -> None:
-        kernels.choose[part, kernels.CHOOSE_THREADS](
-            best, first, count, starts, matrices, np.float32(2.9), 1, cuda.device_array((part, 1, 9), np.float32), chosen, chosen_score
+        kernels.choose[part, kernels.CHOOSE_THREADS](best, first, count, starts, matrices, np.float32(2.9), 1, kept, chosen, chosen_score)
+
+    turns, no_loss = cuda.to_device(shift_turns(cube, box)), cuda.to_device(np.zeros((1, 1), np.float32))
+
+    def again() -> None:
+        kernels.score_chosen[(part, 1), kernels.REDUCE_THREADS](
+            *(templates, columns, lattice, turns, first, n_rotations, best_shift, 0, none, none, den, power, 0),
+            *(np.float32(1.0), no_loss, 0, chosen, chosen_score),
         )
 
     built = milliseconds(build)
@@ -222,7 +245,7 @@ def case(
     ways = {"line": milliseconds(search, 3)}
     agreement = {}
     for way in halves:
-        ways[way] = milliseconds(lambda way=way: in_half(way), 3)
+        ways[way] = milliseconds(lambda way=way: narrow(way), 3)
         other, other_shift = best.copy_to_host(), best_shift.copy_to_host()
         spread = float(np.abs(line_best).max())
         agreement[way] = {
@@ -230,20 +253,16 @@ def case(
             "same_best_rotation": round(float((other.argmax(1) == line_best.argmax(1)).mean()), 4),
             "same_shift": round(float((other_shift == line_shift).mean()), 4),
         }
-    estimates = {
-        "tensor": tensor_us(band, cube, _ball_radius2(cube), n_rotations, part),
-        "product": product_us(band, len(cube.inside), n_rotations, part),
-    }
-    chosen_way = min(halves, key=lambda way: estimates[way]) if halves else "line"
-    steps = {
-        "turn": milliseconds(turn),
-        "search": ways[chosen_way],
-        "den2": milliseconds(den2),
-        "scores": milliseconds(scores),
-        "choice": milliseconds(choice),
-    }
+    estimates = {"tensor": tensor_us(band, cube, _ball_radius2(cube), n_rotations, part)}
+    estimates |= {name: way.microseconds(band, len(cube.inside), n_rotations, part) for name, way in products.items()}
+    in_half = [name for name in halves if not name.startswith("fp8")]
+    ways_of = {"half": min(in_half, key=lambda name: estimates[name]) if in_half else "line"}
+    if len(in_half) < len(halves):
+        ways_of["fp8"] = min(halves, key=lambda name: estimates[name] if name.startswith("fp8") or name == "tensor" else math.inf)
+    steps = {name: milliseconds(step) for name, step in (("turn", turn), ("den2", den2), ("scores", scores), ("choice", choice), ("again", again))}
     per_particle = {name: 1e3 * value / part for name, value in steps.items()}
-    total = sum(per_particle.values()) + 1e3 * built / items
+    shared = sum(per_particle.values()) + 1e3 * built / items
+    totals = {precision: shared + 1e3 * ways[way] / part for precision, way in ways_of.items()}
     operations = _operations(band, cube.steps, groups)
     return {
         "box": box,
@@ -254,12 +273,12 @@ def case(
         "distinct": held,
         "templates_us": round(1e3 * built, 1),
         "per_particle_us": {name: round(value, 4) for name, value in per_particle.items()},
-        "search_way": chosen_way,
+        "search_way": ways_of,
         "search_us": {name: round(1e3 * value / part, 3) for name, value in ways.items()},
         "agreement": agreement,
         "estimates_us": {way: round(value / part, 3) for way, value in estimates.items() if math.isfinite(value)},
-        "us_per_particle": round(total, 3),
-        "us_per_particle_and_rotation": round(total / n_rotations, 6),
+        "us_per_particle": {precision: round(total, 3) for precision, total in totals.items()},
+        "us_per_particle_and_rotation": {precision: round(total / n_rotations, 6) for precision, total in totals.items()},
         "search_fp32_tinstructions_s": round(operations * n_rotations / (1e3 * ways["line"] / part) / 1e6, 2),
     }
 
@@ -362,11 +381,15 @@ def main() -> None:
     begun = time.perf_counter()
     results: dict[str, Any] = {"device": device_name(), "ceilings": ceilings(), "rows": [], "refinement": [], "transforms": []}
     print(results["device"], results["ceilings"], flush=True)
-    rows = [(64, 20, local, 4.0, 10000), (64, 20, local, 4.0, 100), (64, 12, local, 4.0, 10000)]
+    rows: list[tuple[int, int, np.ndarray, float, int, float | None]] = [
+        (64, 20, local, 4.0, 10000, None),
+        (64, 20, local, 4.0, 100, None),
+        (64, 12, local, 4.0, 10000, None),
+    ]
     if not options.quick:
-        rows += [(64, 31, local, 4.0, 10000), (128, 40, local, 5.0, 2000)]
-    for box, k_max, rotations, radius, particles in rows:
-        results["rows"].append(case(box, min(k_max, max_band(box)), rotations, radius, particles))
+        rows += [(64, 31, local, 4.0, 10000, 1.0), (64, 31, local, 4.0, 10000, None), (128, 40, local, 5.0, 2000, None)]
+    for box, k_max, rotations, radius, particles, step in rows:
+        results["rows"].append(case(box, min(k_max, max_band(box)), rotations, radius, particles, step_voxels=step))
         print(json.dumps(results["rows"][-1]), flush=True)
     results["rows"].append(case(64, 8, uniform_rotations(4608), 6.0, 10000, True))
     print(json.dumps(results["rows"][-1]), flush=True)

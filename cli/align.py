@@ -29,6 +29,7 @@ from .options import (
     seed_option,
     subset_option,
     symmetry_option,
+    tomogram_options,
     verbosity_options,
     wedge_options,
     worker_options,
@@ -37,7 +38,7 @@ from .running import choose_workers, input_paths, new_folder, plan_facts, run_jo
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(AlignSettings)}
 _CHANGEABLE_ON_RESUME = {"iterations", "until_converged", "gpus", "procs_per_gpu", "cpu_procs", "cache_gib", "gpu_memory_gib", "max_bad", "output"}
-_PATHS = {"particles", "reference", "further_references", "mask", "angle_list", "wedge_list", "root"}
+_PATHS = {"particles", "reference", "further_references", "mask", "angle_list", "wedge_list", "root", "tomograms", "tilts"}
 _BEGINS_AGAIN = "holds no finished iteration; the run begins again"
 
 
@@ -67,6 +68,7 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @_option("--soft-edge", key="soft_edge_voxels", kind=float, text="Width of the sphere's edge.", metavar="VOXELS")
 @pixel_size_option
 @numbered_options
+@tomogram_options
 @_option("--binning", key="binning", kind=float, text="Fourier cropping, whole or fractional; results stay in Angstrom.")
 @_option("--angle-shells", key="angle_shells", kind=int, text="Steps to either side of each pose in the first search.")
 @_option("--angle-increment", key="angle_increment_deg", kind=float, text="Angular step of the first search.", metavar="DEGREES")
@@ -108,7 +110,10 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @_option("--cache-gib", key="cache_gib", kind=float, text="Memory of each CPU worker for prepared particles.", metavar="GIB")
 @_option("--gpu-memory", key="gpu_memory_gib", kind=float, text="Memory of each GPU that may be used. [default: what is free]", metavar="GIB")
 @_option(
-    "--gpu-precision", key="gpu_precision", kind=click.Choice(GPU_PRECISIONS), text="Of searches on GPUs; half may use tensor cores. [default: half]"
+    "--gpu-precision",
+    key="gpu_precision",
+    kind=click.Choice(GPU_PRECISIONS),
+    text="Of searches on GPUs; half and fp8 may use tensor cores. [default: half]",
 )
 @seed_option
 @subset_option
@@ -129,7 +134,9 @@ def align_command(
     with shown_warnings(), ExitStack() as until_the_end:
         settings = _settings(ctx, particles, output, job_file, resume, options)
         folder = RunFolder(Path(settings.output))
-        inputs = input_paths(settings.particles, *settings.references, settings.mask, settings.angle_list, settings.wedge_list)
+        inputs = input_paths(
+            settings.particles, *settings.references, settings.mask, settings.angle_list, settings.wedge_list, settings.tomograms, settings.tilts
+        )
         if not resume:
             folder.check_new(inputs)
         elif not dry_run:
@@ -191,6 +198,8 @@ def _settings(
         "symmetry",
         "tilt_axis",
         "flip_tilt",
+        "ctf",
+        "edge",
         "procs_per_gpu",
     ):  # options with a default of their own: only what the user typed counts
         if ctx.get_parameter_source(key) != click.core.ParameterSource.COMMANDLINE:

@@ -26,6 +26,7 @@ from .options import (
     seed_option,
     subset_option,
     symmetry_option,
+    tomogram_options,
     verbosity_options,
     wedge_options,
     worker_options,
@@ -48,6 +49,7 @@ from .running import choose_workers, input_paths, new_folder, plan_facts, run_jo
 @click.option("--soft-edge", "soft_edge_voxels", type=float, default=5.0, show_default=True, metavar="VOXELS", help="Width of the sphere's edge.")
 @pixel_size_option
 @numbered_options
+@tomogram_options
 @click.option("--binning", type=float, default=1.0, show_default=True, help="Fourier cropping, whole or fractional.")
 @symmetry_option
 @click.option("--fsc-criterion", type=float, default=0.143, show_default=True, help="FSC value at which the resolution is read.")
@@ -70,7 +72,7 @@ def average_command(particles: Path, output: Path, mask: Path | None, dry_run: b
     """Reconstruct half-maps and average of PARTICLES from the poses as they are, and their FSC."""
     with shown_warnings():
         settings = AverageSettings(particles=str(particles), output=str(output), mask=None if mask is None else str(mask), **options)
-        folder, inputs = RunFolder(output), input_paths(settings.particles, settings.mask, settings.wedge_list)
+        folder, inputs = RunFolder(output), input_paths(settings.particles, settings.mask, settings.wedge_list, settings.tomograms, settings.tilts)
         folder.check_new(inputs)
         plan = choose_workers(settings)
         job = prepare_job(settings)

@@ -11,6 +11,10 @@ import numpy as np
 
 from numba_glocal.errors import SettingsError, plural
 from numba_glocal.io import HELD, ListFormat, format_to_write, left_behind, list_formats, read_particles, with_tomograms, write_particles
+from numba_glocal.io.optimisation_set import read_optimisation_set, tomograms_of, write_optimisation_set
+from numba_glocal.io.relion import RelionSource
+from numba_glocal.io.relion_versions import version_of
+from numba_glocal.io.star import StarDocument
 from numba_glocal.values import ParticleSet
 
 from .console import say, shown_warnings, warn
@@ -35,6 +39,22 @@ def _refuse_unknown_places(particles: ParticleSet, chosen: ListFormat, source: P
         )
 
 
+def _set_to_write(
+    asked: Path | None, target: Path, chosen: ListFormat, particles: ParticleSet, like: StarDocument | None, tomograms: Path | None
+) -> Path | None:
+    """Where an optimisation set goes, if one does."""
+    version = chosen.key
+    if version == "relion":
+        version = version_of(particles.source) if isinstance(particles.source, RelionSource) else "relion31"
+    if version not in ("relion4", "relion5"):
+        if asked is not None:
+            raise SettingsError(f"--optimisation-set {asked}: a {chosen.name} goes into none; expected --to relion4 or relion5")
+        return None
+    if asked is not None and tomograms is None and (like is None or tomograms_of(like) is None):
+        raise SettingsError(f"--optimisation-set {asked}: which tomograms belong to the list is not known; expected --tomograms")
+    return asked or (target.with_name(f"{target.stem}_optimisation_set.star") if like is not None else None)
+
+
 @click.command("convert")
 @click.argument("source", metavar="IN", type=PATH)
 @click.argument("target", metavar="OUT", type=PATH)
@@ -53,11 +73,19 @@ def _refuse_unknown_places(particles: ParticleSet, chosen: ListFormat, source: P
     help="Where volumes are turned (RELION 4 and 5) and FORMAT cannot say so: poses as in the tomogram, or as in the volumes that the list names.",
 )
 @click.option("--tomograms", type=PATH, metavar="FILE", help="Sizes of tomograms, for coordinates about their centres. [default: that of the set]")
+@click.option(
+    "--optimisation-set",
+    type=PATH,
+    metavar="FILE",
+    help="Also write a set that names OUT and the tomograms, for RELION 4 and 5. [default: OUT_optimisation_set.star where IN is a set]",
+)
 @pixel_size_option
 @numbered_options
 @overwrite_option
 @verbosity_options
-def convert_command(source: Path, target: Path, to: str | None, poses: str, tomograms: Path | None, overwrite: bool, **options: Any) -> None:
+def convert_command(
+    source: Path, target: Path, to: str | None, poses: str, tomograms: Path | None, optimisation_set: Path | None, overwrite: bool, **options: Any
+) -> None:
     """Write the particle list IN as OUT, in the same or another format. Volumes are not touched and need not be there."""
     check_output_file(target, overwrite, (source, tomograms, Path(options["wedge_list"]) if options["wedge_list"] else None))
     with shown_warnings():
@@ -65,6 +93,10 @@ def convert_command(source: Path, target: Path, to: str | None, poses: str, tomo
         if tomograms is not None:
             particles = with_tomograms(particles, tomograms)
         chosen = format_to_write(target, particles, to)
+        like = read_optimisation_set(source) if source.is_file() else None
+        with_set = _set_to_write(optimisation_set, target, chosen, particles, like, tomograms)
+        if with_set is not None:
+            check_output_file(with_set, overwrite, (source, target, tomograms))
         counts_voxels = chosen.key != "relion" and getattr(particles.source, "format_key", None) != chosen.key
         if counts_voxels and not np.isfinite(particles.pixel_size_angst) and particles.poses.shifts_angst.any():
             raise SettingsError(f"{source}: no pixel size for shifts in voxels; expected --pixel-size")
@@ -84,3 +116,6 @@ def convert_command(source: Path, target: Path, to: str | None, poses: str, tomo
     if lost or remarks:
         warn(f"{target}: " + "; ".join([f"a {chosen.name} cannot hold {', '.join(lost)}"] * bool(lost) + remarks))
     say(f"{target}: {plural(len(particles), 'particle')}, {chosen.name}")
+    if with_set is not None:
+        write_optimisation_set(with_set, target, tomograms, like, particles.stacks is not None and "stacks" in chosen.holds)
+        say(f"{with_set}: optimisation set")

@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 
 from numba_glocal.errors import SettingsError, plural
-from numba_glocal.extraction import CTF_KINDS, EDGES, ExtractionSettings, extract
+from numba_glocal.extraction import ExtractionSettings, extract
 from numba_glocal.io import read_particles
 from numba_glocal.io.tilt_series import TiltFiles
+from numba_glocal.values import CTF_KINDS, EDGES
 
 from .console import Stage, detail, note, say, shown_warnings, warn
 from .options import PATH, particles_argument, wedge_options

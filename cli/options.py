@@ -13,6 +13,11 @@ from .console import Verbosity, set_verbosity
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+# As `numba_glocal.values` has them, which would load NumPy for the help.
+_CTF_KINDS = ("none", "plain", "flipped", "multiplied")
+_EDGES = ("skip", "pad")
+_VOLUME_AXES = ("tomogram", "subtomogram")
+
 # Existence is checked by the library, whose errors say what was expected and found.
 PATH = click.Path(path_type=Path)
 
@@ -55,6 +60,11 @@ numbered_options = together(
         "--particle-names",
         metavar="TEMPLATE",
         help="Files of a list that numbers its particles (Dynamo, STOPGAP, AV3): 'subtomo/p_{:06d}.mrc'. [default: the package's own names]",
+    ),
+    click.option(
+        "--volume-axes",
+        type=click.Choice(_VOLUME_AXES),
+        help="How volumes of RELION 4 and 5 stand: as the tomogram, or as rlnTomoSubtomogramRot/Tilt/Psi turn them. [default: as the list says]",
     ),
     click.option("--wedge-list", metavar="FILE", help="Tilts of each tomogram for a STOPGAP or AV3 list: STOPGAP's wedge list, or AV3's (.em)."),
 )
@@ -102,6 +112,25 @@ wedge_options = together(
     ),
     click.option("--tilt-axis", type=click.Choice(["x", "y"]), default="y", show_default=True, help="Axis of the tilt series; the beam is z."),
     click.option("--flip-tilt", is_flag=True, help="The other sign of the tilt angles, also those of the list (matters for one-sided series)."),
+)
+
+tomogram_options = together(
+    click.option(
+        "--tomograms", metavar="PATH", help="Cut particles from tomograms as they are read: folder with NAME.mrc (.rec, .map, .em), or the only one."
+    ),
+    click.option("--box", "box_size", type=int, metavar="VOXELS", help="Edge of those particles, in voxels of the tomograms (before --binning)."),
+    click.option("--tilts", metavar="PATH", help="Tilts of the tomograms, for weights: as `extract` takes them."),
+    click.option(
+        "--ctf", type=click.Choice(_CTF_KINDS), default=_CTF_KINDS[0], show_default=True, help="What the tomograms hold of the CTF, as of `extract`."
+    ),
+    click.option("--edge", type=click.Choice(_EDGES), default=_EDGES[0], show_default=True, help="Boxes beyond the tomogram: leave out, or pad."),
+    click.option(
+        "--coordinate-pixel-size",
+        "coordinate_pixel_size_angst",
+        type=float,
+        metavar="ANGSTROM",
+        help="Voxels that the list's coordinates count. [default: as the list says, else the tomograms' own]",
+    ),
 )
 
 worker_options = together(

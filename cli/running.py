@@ -20,9 +20,10 @@ from numba_glocal.classification import class_text
 from numba_glocal.devices import memory_bytes, resolve_gpus, workers_per_gpu
 from numba_glocal.errors import DeviceError, SettingsError, plural
 from numba_glocal.execution.executors import make_executor
+from numba_glocal.execution.gpu_worker import start_gpu_worker, warm_up_gpu_worker
 from numba_glocal.execution.pinning import usable_cores
 from numba_glocal.execution.pool import WorkerEvent
-from numba_glocal.execution.tasks import particles_treated, start_worker, warm_up, warm_up_cuda
+from numba_glocal.execution.tasks import particles_treated, start_worker, warm_up
 from numba_glocal.fourier import padded_offset
 from numba_glocal.job import Job, largest_chunk, particle_bytes, start_classes
 from numba_glocal.report import WorkerSummary, write_report
@@ -30,7 +31,7 @@ from numba_glocal.results import FILES, RunFolder, RunResult, RunState, load_rep
 from numba_glocal.schedule import first_search, has_converged
 from numba_glocal.settings import AlignSettings, AverageSettings
 from numba_glocal.symmetry import grid_factors
-from numba_glocal.values import TiltGeometry
+from numba_glocal.values import TiltGeometry, TomogramWeight
 
 from .console import detail, gibibytes, note, say, warn
 from .interrupt import remembered
@@ -169,7 +170,7 @@ def _gpu_share_bytes(job: Job, plan: WorkerPlan) -> int | None:
 
 
 def worker_arguments(job: Job, plan: WorkerPlan) -> tuple[str, int, int | None, int, str]:
-    """What `start_worker` is given."""
+    """What `start_worker` and `start_gpu_worker` are given."""
     precision = getattr(job.settings, "gpu_precision", None) or "half"
     return plan.backend, int(job.settings.cache_gib * 2**30), _gpu_share_bytes(job, plan), plan.per_gpu, precision
 
@@ -209,6 +210,7 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         box += f", binned to {grid.binned_box_size} ({grid.binned_pixel_size_angst:.3f} A a voxel)"
     facts = [
         ("particles", f"{len(particles)} ({halves[0]} + {halves[1]} in the half-sets)"),
+        *([("cut from", _tomograms_text(job))] if particles.cut_from is not None else []),
         ("box", box),
         ("pixel size", pixel),
         ("particle diameter", f"{job.diameter_angst:.0f} A, from {job.diameter_source}"),
@@ -268,6 +270,13 @@ def _where(settings: AlignSettings) -> str:
     return "all orientations: " if settings.global_search else ""
 
 
+def _tomograms_text(job: Job) -> str:
+    """Tomograms that particles are cut from, and what was read and assumed."""
+    assert job.particles.cut_from is not None
+    paths = {box.path for box in job.particles.cut_from.boxes}
+    return "; ".join([f"{plural(len(paths), 'tomogram')} in {job.settings.tomograms}", *job.notes])
+
+
 def _wedge_text(job: Job) -> str:
     """Where weights come from; tilts as they were read, and as they are used."""
     weights = job.particles.weight_paths
@@ -285,7 +294,11 @@ def _wedge_text(job: Job) -> str:
         images = sorted({len(weight) for weight in stacks})
         shown = f"{images[0]}" if len(images) == 1 else f"{images[0]} to {images[-1]}"
         kinds.append(f"{plural(len(stacks), 'particle')} with the CTF^2 of their own {shown} tilt images")
-    rest = len(weights) - n_volumes - len(given) - len(stacks)
+    held = [weight for weight in weights if isinstance(weight, TomogramWeight)]
+    if held:
+        ctf = {"none": "without CTF", "plain": "with CTF", "flipped": "with CTF, phases flipped", "multiplied": "with CTF^2"}[held[0].ctf]
+        kinds.append(f"{plural(len(held), 'particle')} with the tilts of {job.settings.tilts}, {ctf}")
+    rest = len(weights) - n_volumes - len(given) - len(stacks) - len(held)
     if rest and job.settings.tilt_range_deg is not None:
         low, high = job.settings.tilt_range_deg
         kinds.append(f"{plural(rest, 'particle')} with tilts {low:g} to {high:g} about {job.settings.tilt_axis} (--tilt-range){flipped}")
@@ -369,9 +382,9 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
         with make_executor(
             plan.workers,
             plan.gpu_ids,
-            initializer=start_worker,
+            initializer=start_gpu_worker if plan.gpu_ids else start_worker,
             initargs=worker_arguments(job, plan),
-            warm_up=warm_up_cuda if plan.gpu_ids else warm_up,
+            warm_up=warm_up_gpu_worker if plan.gpu_ids else warm_up,
             events=happened,
         ) as executor:
             wait = getattr(executor, "wait_ready", None)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.spatial import cKDTree
 
 from .errors import SettingsError
 from .values import ParticleSet
@@ -65,6 +66,66 @@ def assign_half_sets(particles: ParticleSet, split: str = "file", seed: int = 0)
     return half, warnings + _shared_volumes(particles, half)
 
 
+def positions_angst(particles: ParticleSet) -> NDArray[np.float64]:
+    """(n, 3) places of the particles in their tomograms, Angstrom; ``nan`` where the list does not tell.
+
+    Coordinates of unknown voxels are taken to count those of the particles: for what lies on one spot it makes no difference.
+    """
+    places = particles.coordinates
+    nowhere = np.full((len(particles), 3), np.nan)
+    if places is None:
+        return nowhere
+    if places.centred_angst is not None:
+        centres = places.centred_angst
+    else:
+        voxel = np.where(np.isfinite(places.voxel_size_angst), places.voxel_size_angst, particles.pixel_size_angst)
+        centres = places.as_voxels() * voxel[:, None]
+        if not centres.any():  # nobody filled them in
+            return nowhere
+    named = np.array([bool(name) for name in particles.tomograms])
+    return np.asarray(np.where(named[:, None], centres + particles.poses.shifts_angst, np.nan))
+
+
+def neighbours_across(
+    positions: NDArray[np.float64], tomograms: Sequence[str], half: NDArray[np.int8], within_angst: float, names: Sequence[str]
+) -> list[str]:
+    """A line where particles of one half lie on those of the other: the same data in both makes their correlation meaningless.
+
+    Parameters
+    ----------
+    positions : (n, 3) float64
+        Of `positions_angst`.
+    tomograms : sequence of str
+    half : (n,) int8
+        1 or 2.
+    within_angst : float
+        What is nearer than this is the same particle, or mostly.
+    names : sequence of str
+        Of the particles, for the message.
+    """
+    count, pair = 0, (-1, -1)
+    members: dict[str, list[int]] = {}
+    for row in np.flatnonzero(np.isfinite(positions).all(axis=1)).tolist():
+        members.setdefault(tomograms[row], []).append(row)
+    for rows in members.values():
+        first, second = (np.array([row for row in rows if half[row] == number], dtype=np.intp) for number in (1, 2))
+        if not (first.size and second.size):
+            continue
+        distance, nearest = cKDTree(positions[first]).query(positions[second], distance_upper_bound=within_angst)
+        near = np.flatnonzero(np.isfinite(distance))
+        if near.size and not count:
+            pair = int(first[nearest[near[0]]]), int(second[near[0]])
+        count += near.size
+    if not count:
+        return []
+    verb = "particle of half 2 lies" if count == 1 else "particles of half 2 lie"
+    such = f"such as {names[pair[1]]} of {names[pair[0]]}"
+    return [
+        f"half-sets: {count} {verb} within {within_angst:.3g} A (a quarter of the diameter) of one of half 1 ({such}): the halves share data,"
+        " and the resolution will be overestimated; remove duplicates, or use --split tomogram"
+    ]
+
+
 def _from_file(given: NDArray[np.int8], rng: np.random.Generator, warnings: list[str]) -> NDArray[np.int8]:
     known = (given == 1) | (given == 2)
     if not known.any():
@@ -117,7 +178,7 @@ def _shared_volumes(particles: ParticleSet, half: NDArray[np.int8]) -> list[str]
     """A volume listed in both halves makes their correlation meaningless."""
     halves_of: dict[tuple[str, str], set[int]] = {}
     first: dict[tuple[str, str], str] = {}
-    for name, path, number in zip(particles.names, particles.volume_paths, half, strict=True):
+    for name, path, number in zip(particles.names, particles.voxels_from, half, strict=True):
         slice_match = re.match(r"\s*0*(\d+)@", name)  # the place in a stack: 7@stack.mrcs
         key = (str(path), slice_match.group(1) if slice_match else "")
         halves_of.setdefault(key, set()).add(int(number))

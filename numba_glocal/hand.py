@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from .execution.tasks import AlignTask, write_reference
 from .filters import mirrored
-from .job import make_chunks
 from .noise import GroupResiduals, NoiseModels, add_residuals
 from .passes import HALVES, Passes
 from .results import RunState
@@ -83,7 +82,7 @@ def check_hand(passes: Passes, state: RunState, masked: NDArray[np.float32]) -> 
         chosen.append(rows[:: max(1, math.ceil(len(rows) / _PARTICLES))])
     some_rows = np.sort(np.concatenate(chosen))
     some = job.particles.take(some_rows)
-    chunks = [(half, chunk) for half in HALVES for chunk in make_chunks(some, some.poses, half, largest=passes.largest_chunk)]
+    chunks = [(half, chunk) for half in HALVES for chunk in passes.chunks(some, some.poses, half)]
     # an angle list, and some groups' axes, belong to one hand
     plan = replace(search_plan(job, state), everywhere=True, symmetry="C1", rotations=None, relaxed="C1")
     limit = math.inf if settings.max_shift_angst is None else settings.max_shift_angst

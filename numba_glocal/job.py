@@ -13,14 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backends.protocols import Grid, ParticleMask
-from .errors import NoAnglesWarning, SettingsError, VolumeError, plural
+from .errors import InputError, NoAnglesWarning, SettingsError, VolumeError, plural
 from .execution.tasks import Chunk
 from .filters import lowpass, mirrored
 from .fourier import grid_shells, max_band, padded_offset
-from .half_sets import assign_half_sets
+from .half_sets import assign_half_sets, neighbours_across, positions_angst
 from .io import read_particles, read_volume
 from .io.angle_list import read_angle_list
 from .io.pixel_size import SAME_PIXEL_SIZE
+from .io.tilt_series import TiltFiles
 from .masks import check_mask, mask_offset_voxels, spherical_mask
 from .noise_groups import NoiseGroups, find_noise_groups
 from .particles import ParticleReader, fourier_crop
@@ -29,6 +30,7 @@ from .settings import AlignSettings, AverageSettings
 from .shifts import binned_box_size
 from .symmetry import symmetry_agreement
 from .tilt_images import with_tilt_images
+from .tomogram_boxes import cut_from_tomograms
 from .values import ParticleSet, Poses, TiltRange
 
 _DEFAULT_DIAMETER_OF_BOX = 0.8
@@ -64,6 +66,8 @@ class Job:
         Of `particles`, which carry them.
     further_start_maps : tuple of (n, n, n) float32
         Of the second class and those after it.
+    notes : tuple of str
+        What was read and assumed of tomograms.
     listed_rotations : (a, 3, 3) float64 or None
         Of --angle-list, each once.
     """
@@ -82,6 +86,7 @@ class Job:
     warnings: list[str]
     noise_groups: NoiseGroups
     further_start_maps: tuple[NDArray[np.float32], ...] = field(default=(), repr=False)
+    notes: tuple[str, ...] = ()
     listed_rotations: NDArray[np.float64] | None = field(default=None, repr=False)
 
     @property
@@ -124,28 +129,37 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     with _kept_in(warnings):
         if isinstance(settings, AlignSettings) and settings.global_search:
             python_warnings.simplefilter("ignore", NoAnglesWarning)
-        particles = read_particles(
-            Path(settings.particles),
-            pixel_size_angst=settings.pixel_size_angst,
-            root=settings.root,
-            premultiplied=premultiplied,
-            particle_names=settings.particle_names,
-            wedge_list=settings.wedge_list,
-        )
-        if particles.stacks is not None:
+        if settings.tomograms is not None:
+            particles, notes = _from_tomograms(settings)
+        else:
+            particles = read_particles(
+                Path(settings.particles),
+                pixel_size_angst=settings.pixel_size_angst,
+                root=settings.root,
+                premultiplied=premultiplied,
+                particle_names=settings.particle_names,
+                wedge_list=settings.wedge_list,
+                volume_axes=settings.volume_axes,
+            )
+            notes = []
+        if particles.cut_from is None and particles.stacks is not None:
             particles = with_tilt_images(particles)
-    if particles.volume_axes is not None:
-        warnings.append("the volumes are taken to stand as rlnTomoSubtomogramRot/Tilt/Psi turn them, as relion_tomo_subtomo cuts them")
+    if particles.volume_axes is not None and settings.volume_axes is None:
+        warnings.append(
+            "the volumes are taken to stand as rlnTomoSubtomogramRot/Tilt/Psi turn them, as relion_tomo_subtomo cuts them (--volume-axes tomogram"
+            " where they do not)"
+        )
+    positions = positions_angst(particles)
     particles = particles.in_volumes()
-    half, notes = assign_half_sets(particles, settings.split, settings.seed)
-    warnings += notes
+    half, remarks = assign_half_sets(particles, settings.split, settings.seed)
+    warnings += remarks
     particles = particles.with_half(half)
     if settings.subset is not None:
         sizes = [int(np.count_nonzero(half == h)) for h in (1, 2)]
         if settings.subset > min(sizes):
             warnings.append(f"--subset {settings.subset}: the half-sets have {sizes[0]} and {sizes[1]} particles; smaller ones are taken whole")
         rows = np.sort(np.concatenate([np.flatnonzero(half == h)[: settings.subset] for h in (1, 2)]))
-        particles = particles.take(rows)
+        particles, positions = particles.take(rows), positions[rows]
     classical = isinstance(settings, AverageSettings) and settings.weighting == "ctf"
     groups = find_noise_groups(particles, "none" if classical else settings.noise_groups)
     if len(groups.names) > 1:
@@ -156,7 +170,9 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     except ValueError as problem:
         raise SettingsError(f"--binning: {problem}") from None
     grid = Grid(box, binned, particles.pixel_size_angst)
+    warnings += _far_off(particles)
     mask, mask_name, particle_mask, diameter, source = _masks(settings, grid)
+    warnings += neighbours_across(positions, particles.tomograms, particles.half, 0.25 * diameter, particles.names)
     if settings.mask is not None:
         warnings += _off_centre(mask, grid, settings.mask)
         warnings += _lopsided(mask, settings.symmetry, settings.mask)
@@ -167,7 +183,8 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         if settings.tilt_range_deg is not None:
             tilt_range = TiltRange(*settings.tilt_range_deg, settings.tilt_axis, settings.flip_tilt)
         else:
-            warnings.append("the list names no wedge or CTF volume and no --tilt-range is given: all of Fourier space is taken as measured")
+            what = "the list names no wedge or CTF volume and no --tilt-range" if particles.cut_from is None else "no --tilts and no --tilt-range"
+            warnings.append(f"{what} is given: all of Fourier space is taken as measured")
     elif settings.tilt_range_deg is not None:
         warnings.append("--tilt-range is not used: every particle of the list has its own wedge or CTF volume")
     reader = ParticleReader(grid, particle_mask, settings.normalise, settings.invert_contrast, tilt_range, settings.flip_tilt)
@@ -194,11 +211,88 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
                 references.append(mirrored(start_map) if settings.mirror else start_map)
         if settings.angle_list is not None:
             listed = distinct_rotations(read_angle_list(settings.angle_list))
+        _refuse_many_classes(particles, settings)
         warnings += _classes_of_list(particles, settings)
     _check_weights(particles, reader, k_min, k_limit)
     first, further = (references[0], tuple(references[1:])) if references else (None, ())
     masks = particle_mask, mask, mask_name, diameter, source
-    return Job(settings, particles, reader, *masks, k_min, k_limit, first, warnings, groups, further, listed)
+    return Job(settings, particles, reader, *masks, k_min, k_limit, first, warnings, groups, further, tuple(notes), listed)
+
+
+def _from_tomograms(settings: AlignSettings | AverageSettings) -> tuple[ParticleSet, list[str]]:
+    """Particles at the places of the list, to be cut from tomograms, and what was read and assumed."""
+    assert settings.tomograms is not None and settings.box_size is not None
+    particles = _read_places(settings)
+    tilts = None if settings.tilts is None else TiltFiles(Path(settings.tilts), settings.tilt_axis, settings.flip_tilt)
+    particles, notes, left_out = cut_from_tomograms(
+        particles,
+        settings.box_size,
+        Path(settings.tomograms),
+        edge=settings.edge,
+        pixel_size_angst=settings.pixel_size_angst,
+        coordinate_pixel_size_angst=settings.coordinate_pixel_size_angst,
+        tilts=tilts,
+        ctf=settings.ctf,
+    )
+    if left_out:
+        name, reason = left_out[0]
+        python_warnings.warn(f"{plural(len(left_out), 'particle')} left out, such as {name}: {reason}", stacklevel=2)
+    if isinstance(settings, AverageSettings) and settings.premultiplied is not None:
+        particles = replace(particles, premultiplied=settings.premultiplied)
+    return particles, notes
+
+
+def _read_places(settings: AlignSettings | AverageSettings) -> ParticleSet:
+    """The list without its volumes. Shifts that it gives in voxels of unknown size count those of its coordinates."""
+    voxel = settings.coordinate_pixel_size_angst or settings.pixel_size_angst
+
+    def read(pixel_size_angst: float | None) -> ParticleSet:
+        return read_particles(
+            Path(settings.particles),
+            pixel_size_angst=pixel_size_angst,
+            root=settings.root,
+            require_volumes=False,
+            particle_names=settings.particle_names,
+            wedge_list=settings.wedge_list,
+        )
+
+    try:
+        particles = read(None)
+    except InputError:
+        if voxel is None:
+            raise
+        return read(voxel)
+    if np.isfinite(particles.poses.shifts_angst).all():
+        return particles
+    if voxel is None:
+        raise InputError(f"{settings.particles}: shifts in voxels and no pixel size; expected --coordinate-pixel-size, of the list's voxels")
+    return read(voxel)
+
+
+def _far_off(particles: ParticleSet) -> list[str]:
+    """A line where the list has particles so far from the centres of their boxes that they are not in them."""
+    far = np.linalg.norm(particles.poses.shifts_angst, axis=1)
+    box_angst = particles.box_size * particles.pixel_size_angst
+    count = int(np.count_nonzero(far > 0.5 * box_angst))
+    if not count:
+        return []
+    worst = int(np.argmax(far))
+    return [
+        f"{count} of {len(far)} particles lie farther from the centres of their boxes than half a box ({0.5 * box_angst:.4g} A),"
+        f" such as {particles.names[worst]}, {far[worst]:.4g} A: are the list's shifts and the pixel size right?"
+    ]
+
+
+def _refuse_many_classes(particles: ParticleSet, settings: AlignSettings) -> None:
+    """Classes that are drawn need two particles in each half; those with start maps may be empty."""
+    if settings.classes == 1 or settings.further_references:
+        return
+    sizes = [int(np.count_nonzero(particles.half == half)) for half in (1, 2)]
+    if min(sizes) < 2 * settings.classes:
+        least = sizes.index(min(sizes)) + 1
+        raise SettingsError(
+            f"--classes {settings.classes}: half-set {least} has {min(sizes)} particles; expected at least two a class, {2 * settings.classes}"
+        )
 
 
 def start_classes(particles: ParticleSet, count: int) -> NDArray[np.int64] | None:
@@ -360,12 +454,23 @@ def largest_chunk(box_size: int) -> int:
 
 
 def make_chunks(
-    particles: ParticleSet, anchors: Poses, half: int, parts: int = 8, largest: int = 128, included: NDArray[np.bool_] | None = None
+    particles: ParticleSet,
+    anchors: Poses,
+    half: int,
+    parts: int = 8,
+    largest: int = 128,
+    included: NDArray[np.bool_] | None = None,
+    smallest: int = 8,
 ) -> list[Chunk]:
-    """Chunks of one half-set (of those `included`): a function of list and box alone, so that no result depends on workers or their speed."""
+    """Chunks of one half-set (of those `included`): a function of list and box alone, so that no result depends on workers or their speed.
+
+    There are `parts` of them; more where they would have more than `largest` particles, fewer where they would have less than `smallest`.
+    """
     wanted = particles.half == half
     rows = np.flatnonzero(wanted if included is None else wanted & included).astype(np.int64)
     size = int(min(largest, max(8, math.ceil(len(rows) / parts))))
+    if size < smallest:  # of one size, or the last one would be a remnant
+        size = max(1, min(largest, math.ceil(len(rows) / max(1, len(rows) // smallest))))
     chunks = []
     for first in range(0, len(rows), size):
         part = rows[first : first + size]
@@ -374,7 +479,7 @@ def make_chunks(
                 half,
                 part,
                 tuple(particles.names[i] for i in part),
-                tuple(particles.volume_paths[i] for i in part),
+                tuple(particles.voxels_from[i] for i in part),
                 tuple(particles.weight_paths[i] for i in part),
                 np.asarray(particles.poses.rotations[part], np.float64),
                 np.asarray(particles.poses.shifts_angst[part], np.float64),

@@ -17,7 +17,8 @@ from .io import read_volume
 from .io.mrc import read_plain_mrc
 from .masks import outside_sphere
 from .tilt_images import stack_weights, volume_from_stack
-from .values import TiltGeometry, TiltRange, Weight
+from .tomogram_boxes import read_box, tomogram_weights
+from .values import Source, TiltGeometry, TiltRange, TomogramBox, TomogramWeight, Weight
 from .wedge import read_weight_volume, union_weights
 
 
@@ -51,31 +52,30 @@ class ParticleReader:
         """What is done to a particle as read."""
         return Normalisation(self.normalise_mask.radius_voxels * self.grid.box_size / self.grid.binned_box_size, self.normalise, self.invert_contrast)
 
-    def read_raw(self, name: str, path: Path, out: NDArray[np.float32], source: Weight | None = None) -> None:
-        """One particle as its file has it, or as its tilt images make it, into an array (n, n, n) of the unbinned box.
+    def read_raw(self, name: str, path: Source, out: NDArray[np.float32], weight: Weight | None = None) -> None:
+        """One particle as its file or its tomogram has it, or as its tilt images make it, into an array (n, n, n) of the unbinned box.
 
         Raises
         ------
         BadParticleError
             Unreadable, or of another box.
         """
-        if isinstance(source, TiltGeometry):
-            try:
-                out[...] = volume_from_stack(path, source, out.shape[0])
-            except (InputError, OSError) as problem:
-                raise BadParticleError(name, str(problem)) from None
-            return
-        if read_plain_mrc(path, out):
+        if not isinstance(path, TomogramBox) and not isinstance(weight, TiltGeometry) and read_plain_mrc(path, out):
             return
         try:
-            data = read_volume(path, quiet=True).data
+            if isinstance(path, TomogramBox):
+                data = read_box(path, out.shape[0])
+            elif isinstance(weight, TiltGeometry):
+                data = volume_from_stack(path, weight, out.shape[0])
+            else:
+                data = read_volume(path, quiet=True).data
         except (InputError, OSError) as problem:
             raise BadParticleError(name, str(problem)) from None
         if data.shape != out.shape:
             raise BadParticleError(name, f"its box is {data.shape[0]}, expected {out.shape[0]}")
         out[...] = data
 
-    def read_volume(self, name: str, path: Path, source: Weight | None = None) -> NDArray[np.float32]:
+    def read_volume(self, name: str, path: Source, weight: Weight | None = None) -> NDArray[np.float32]:
         """One particle on the worked grid, normalised.
 
         Raises
@@ -85,20 +85,20 @@ class ParticleReader:
         """
         n = self.grid.box_size
         data = np.empty((n, n, n), np.float32)
-        self.read_raw(name, path, data, source)
+        self.read_raw(name, path, data, weight)
         # a rough level first: the sums that follow are then of small numbers, whatever the grey values of a tomogram
-        weight, count = outside_sphere(n, self.normalisation.radius_voxels)
+        outside, count = outside_sphere(n, self.normalisation.radius_voxels)
         flat = data.reshape(-1)
         rough = flat[:: sample_step(flat.size)].mean(dtype=np.float64)
         if not np.isfinite(rough) or not np.isfinite(flat.sum()):
             raise BadParticleError(name, NOT_FINITE)
         flat -= np.float32(rough)
-        chosen = flat * weight
+        chosen = flat * outside
         offset = float(chosen.sum(dtype=np.float64)) / count
         deviation = float(np.sqrt(max(float(np.dot(chosen, flat)) / count - offset * offset, 0.0)))
         scale = max(abs(float(rough)), abs(offset), float(np.abs(flat[:: sample_step(flat.size)]).max()), 1e-30)
         if not deviation > max(1e-3 * scale, 0.1 * abs(offset)):  # too close to the rounding of these sums to be believed
-            deviation = float(flat[weight > 0].std(dtype=np.float64))
+            deviation = float(flat[outside > 0].std(dtype=np.float64))
         if not deviation > 1e-6 * scale:
             raise BadParticleError(name, CONSTANT)
         factor = (1.0 / deviation if self.normalise else 1.0) * (-1.0 if self.invert_contrast else 1.0)
@@ -112,7 +112,7 @@ class ParticleReader:
             weight = tuple(replace(tilts, flip=not tilts.flip) for tilts in weight)
         return _weight(weight, self.tilt_range, self.grid.box_size, self.grid.binned_box_size)
 
-    def batch(self, names: tuple[str, ...], volume_paths: tuple[Path, ...], weight_paths: tuple[Weight | None, ...]) -> ParticleBatch:
+    def batch(self, names: tuple[str, ...], volume_paths: tuple[Source, ...], weight_paths: tuple[Weight | None, ...]) -> ParticleBatch:
         """Particles for a session; the key of a particle tells how it was read."""
         prefix = f"{self.normalise}{self.invert_contrast}{self.tilt_range}{self.flip_tilts}{self.normalise_mask}"
 
@@ -143,6 +143,8 @@ def _weight(source: Weight | None, tilt_range: TiltRange | None, box_size: int, 
         source = (tilt_range,)
     if isinstance(source, TiltGeometry):
         weight = stack_weights(source, box_size)
+    elif isinstance(source, TomogramWeight):
+        weight = tomogram_weights(source, box_size)
     elif isinstance(source, Path):
         weight = read_weight_volume(source, box_size)
     elif source is not None:

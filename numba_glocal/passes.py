@@ -26,7 +26,7 @@ from .results import ClassState, RunFolder, RunState
 from .schedule import prior_widths
 from .settings import AlignSettings
 from .symmetry import grid_factors
-from .values import Poses
+from .values import ParticleSet, Poses
 
 _log = logging.getLogger("numba_glocal")
 
@@ -36,6 +36,7 @@ NO_OTHER_MODE = 1000.0
 # A partial sum is as large as a padded map: few, large chunks. A GPU adds so fast that handing over the sum is what costs.
 _SUM_PARTS, _SUM_CHUNK = 4, 512
 _GPU_SUM_PARTS, _GPU_SUM_CHUNK, _GPU_SUM_BYTES = 1, (64, 1024), 4 << 30
+_GPU_LEAST_VOXELS = 250 * 64**3  # of a task: with fewer a GPU waits for launches
 
 
 Gains = dict[int, tuple[float, ...]]
@@ -75,13 +76,19 @@ class Passes:
 
     def __init__(self, job: Job, executor: Executor, folder: RunFolder, stage: Stage, chunk_limit: int | None = None) -> None:
         self.job, self.executor, self.folder, self.stage = job, executor, folder, stage
-        self.largest_chunk = chunk_limit or largest_chunk(job.grid.binned_box_size)
+        self._largest, self._smallest = largest_chunk(job.grid.binned_box_size), 8
+        if chunk_limit is not None:
+            self._largest, self._smallest = chunk_limit, min(chunk_limit, max(8, _GPU_LEAST_VOXELS // job.grid.binned_box_size**3))
         self._sum_parts, self._sum_chunk = (
             (_SUM_PARTS, _SUM_CHUNK) if chunk_limit is None else (_GPU_SUM_PARTS, gpu_sum_chunk(job.grid.binned_box_size))
         )
         self.anchors = job.particles.poses
         self.bad: dict[int, str] = {}
         self._mask_file: ReferenceFile | None = None
+
+    def chunks(self, particles: ParticleSet, anchors: Poses, half: int) -> list[Chunk]:
+        """Chunks of a half-set for search tasks."""
+        return make_chunks(particles, anchors, half, largest=self._largest, smallest=self._smallest)
 
     def results(self, title: str, tasks: list[Any]) -> Iterable[tuple[Any, Any]]:
         """Pairs of task and result, in task order."""
@@ -129,7 +136,7 @@ class Passes:
         tasks = [
             self._align_task(chunk, references[half], noise[half], k_max, plan, refine)
             for half in HALVES
-            for chunk in make_chunks(particles, self.anchors, half, largest=self.largest_chunk)
+            for chunk in self.chunks(particles, self.anchors, half)
         ]
         aligned = Aligned(state)
         for task, result in self.results(title, tasks):
@@ -157,7 +164,7 @@ class Passes:
         tasks = []
         for half in halves:
             files = tuple(of_class[half] for of_class in references)
-            for chunk in make_chunks(self.job.particles, self.anchors, half, largest=self.largest_chunk):
+            for chunk in self.chunks(self.job.particles, self.anchors, half):
                 common, rows = self._align_task(chunk, files[0], noise[half], k_max, plan, refine), chunk.rows
                 tasks.append(ClassesTask(common, files, classes.rotations[:, rows], classes.shifts_angst[:, rows], given[rows], handicap[:, rows]))
         aligned = ClassesAligned(classes, self.job.grid.binned_box_size // 2 + 1)

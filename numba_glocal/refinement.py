@@ -22,7 +22,7 @@ from .execution.tasks import AlignTask
 from .file_writer import FileWriter
 from .fourier import use_threads
 from .io import read_volume, write_volume
-from .job import Job, make_chunks
+from .job import Job
 from .noise import NoiseModel, NoiseModels, noise_line
 from .passes import HALVES, Aligned, Passes, Stage
 from .pose_prior import PriorWidths
@@ -289,7 +289,7 @@ def _average_noise(passes: Passes, maps: ReferenceMaps, fsc: FSCCurve) -> tuple[
                 *(job.radius_voxels, several, PriorWidths(), None, 0),
             )
             for half in HALVES
-            for chunk in make_chunks(job.particles, job.particles.poses, half, largest=passes.largest_chunk)
+            for chunk in passes.chunks(job.particles, job.particles.poses, half)
         ]
         aligned = Aligned(state)
         for task, result in passes.results("noise", tasks):

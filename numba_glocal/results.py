@@ -26,8 +26,8 @@ from .errors import InputError, SettingsError
 from .filters import filter_average
 from .io import ListFormat, list_formats, read_volume, write_particles, write_volume
 from .io.fsc_star import read_fsc_star, write_fsc_star
+from .io.optimisation_set import write_optimisation_set
 from .io.paths import VolumeFinder, whole_file
-from .io.tilt_series import write_optimisation_set
 from .report import ClassSummary, IterationSummary, ReportData, WorkerSummary
 from .resolution import Crossing
 from .settings import AlignSettings, AverageSettings, read_job_file, settings_to_toml
@@ -471,7 +471,12 @@ class RunFolder:
         included = np.ones(len(particles), np.int64) if state.included is None else state.included.astype(np.int64)
         included[list(state.bad)] = 0
         known["ngIncluded"] = included  # of every list, so that none keeps what an earlier run had left out
+        cut = particles.cut_from is not None
         particles = particles.with_poses(state.poses)
+        if particles.cut_from is not None:
+            if not np.isfinite(particles.cut_from.listed.pixel_size_angst):  # origins in voxels would be read in nobody knows what
+                known["rlnPixelSize"] = np.full(len(particles), particles.pixel_size_angst)
+            particles = particles.as_listed()
         if state.classes is not None:
             margins = state.classes.margins
             known["ngClass"] = known["rlnClassNumber"] = state.classes.numbers
@@ -485,7 +490,7 @@ class RunFolder:
             return
         name = "particles_stopgap.star" if own.suffixes == (".star",) else f"particles{own.suffixes[0]}"
         write_particles(folder / name, particles, known, to=own.key)
-        write_particles(folder / "particles.star", _for_relion(folder, particles), known, to="relion")
+        write_particles(folder / "particles.star", particles if cut else _for_relion(folder, particles), known, to="relion")
 
     def write_start(self, particles: ParticleSet, binned_box_size: int) -> None:
         """What the run began from, for the report and to know it again."""

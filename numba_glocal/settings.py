@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SettingsError
-from .values import NOISE_GROUPS, SCORES
+from .values import CTF_KINDS, EDGES, NOISE_GROUPS, SCORES, VOLUME_AXES
 
 SPLITS = ("file", "particle", "tomogram")
-GPU_PRECISIONS = ("half", "single")
+GPU_PRECISIONS = ("half", "fp8", "single")
 ASSIGNMENTS = ("hard", "soft")
 MOST_CLASSES = 50
 MOST_ANGLE_SHELLS = 20
@@ -104,6 +104,21 @@ class AlignSettings:
         How files are named after their numbers, for lists that only number particles.
     wedge_list : str or None
         Tilts of the tomograms, for motive lists.
+    volume_axes : str or None
+        How volumes of a list with subtomogram angles stand: "tomogram" or "subtomogram"; None: what the list says of how they were cut.
+    tomograms : str or None
+        Folder of tomograms that particles are cut from as they are read, or the only one; None: particles are files. The following options
+        are about that.
+    box_size : int or None
+        Edge of the boxes in voxels of the tomograms.
+    tilts : str or None
+        Tilts of the tomograms, for weights.
+    ctf : str
+        What tomograms hold of the CTF: none, plain, flipped or multiplied.
+    edge : str
+        What becomes of a box that reaches beyond its tomogram: skip or pad.
+    coordinate_pixel_size_angst : float or None
+        Voxels that the list's coordinates count; None: what the list says, else the tomogram's own.
     split : str
         Half-sets: "file", "particle" or "tomogram".
     root : str or None
@@ -131,7 +146,7 @@ class AlignSettings:
     gpu_memory_gib : float or None
         Device memory of each GPU that may be used; None: what is free.
     gpu_precision : str or None
-        Of searches on GPUs: "half" (None) lets them use the tensor cores, "single" does not.
+        Of searches on GPUs: "half" (None) lets them use the tensor cores, "fp8" in their lowest precision, "single" does not.
     """
 
     particles: str
@@ -168,6 +183,13 @@ class AlignSettings:
     flip_tilt: bool = False
     particle_names: str | None = None
     wedge_list: str | None = None
+    volume_axes: str | None = None
+    tomograms: str | None = None
+    box_size: int | None = None
+    tilts: str | None = None
+    ctf: str = "none"
+    edge: str = "skip"
+    coordinate_pixel_size_angst: float | None = None
     split: str = "file"
     root: str | None = None
     mirror: bool = False
@@ -190,12 +212,16 @@ class AlignSettings:
     def __post_init__(self) -> None:
         """Refuses values that mean nothing, by their option's name."""
         object.__setattr__(self, "further_references", tuple(self.further_references))
-        for name in ("particles", "output", "reference", "further_references", "mask", "angle_list", "particle_names", "wedge_list", "root"):
+        for name in (
+            *("particles", "output", "reference", "further_references", "mask", "angle_list", "particle_names", "wedge_list", "root"),
+            *("tomograms", "tilts"),
+        ):
             try:
                 "".join(getattr(self, name) or "").encode()
             except UnicodeEncodeError:
                 raise SettingsError(f"{name}: {getattr(self, name)!r} is not UTF-8; expected another name, or a UTF-8 locale") from None
         self._check_classes()
+        self._check_tomograms()
         object.__setattr__(self, "symmetry", symmetry_name(self.symmetry))
         _one_of("--score", self.score, SCORES)
         _one_of("--split", self.split, SPLITS)
@@ -205,6 +231,7 @@ class AlignSettings:
             ("--initial-lowpass", self.initial_lowpass_angst),
             ("--particle-diameter", self.particle_diameter_angst),
             ("--pixel-size", self.pixel_size_angst),
+            ("--coordinate-pixel-size", self.coordinate_pixel_size_angst),
             ("--shift-range", self.shift_range_angst),
             ("--max-shift", self.max_shift_angst),
             ("--max-angle", self.max_angle_deg),
@@ -293,6 +320,35 @@ class AlignSettings:
         """Start maps, none to one for each class."""
         return () if self.reference is None else (self.reference, *self.further_references)
 
+    def _check_tomograms(self) -> None:
+        """Options of boxes in tomograms belong together."""
+        if self.volume_axes is not None:
+            _one_of("--volume-axes", self.volume_axes, VOLUME_AXES)
+            if self.tomograms is not None:
+                raise SettingsError("--volume-axes: particles that are cut from tomograms stand as they do; expected no --tomograms with it")
+        _one_of("--ctf", self.ctf, CTF_KINDS)
+        _one_of("--edge", self.edge, EDGES)
+        if self.tomograms is None:
+            idle = {
+                "--box": self.box_size is not None,
+                "--tilts": self.tilts is not None,
+                "--ctf": self.ctf != "none",
+                "--edge": self.edge != "skip",
+                "--coordinate-pixel-size": self.coordinate_pixel_size_angst is not None,
+            }
+            for option, given in idle.items():
+                if given:
+                    raise SettingsError(f"{option}: is about particles that are cut from tomograms; expected --tomograms with it")
+            return
+        if self.box_size is None:
+            raise SettingsError("--tomograms: particles are cut from them; expected their size in voxels of the tomograms (--box)")
+        if self.box_size < 8:
+            raise SettingsError(f"--box: expected 8 voxels or more, found {self.box_size}")
+        if self.tilts is None and self.ctf != "none":
+            raise SettingsError(f"--ctf {self.ctf}: needs the defocus of each tilt; expected --tilts with a tomograms file")
+        if self.tilts is not None and self.tilt_range_deg is not None:
+            raise SettingsError("--tilts and --tilt-range: expected one of them")
+
     def _check_search(self) -> None:
         """Refuses priors, limits and relaxed groups that contradict the rest."""
         priors = {"--angle-prior-deg": self.angle_prior_deg, "--shift-prior-angst": self.shift_prior_angst}
@@ -349,6 +405,13 @@ class AverageSettings:
     flip_tilt: bool = False
     particle_names: str | None = None
     wedge_list: str | None = None
+    volume_axes: str | None = None
+    tomograms: str | None = None
+    box_size: int | None = None
+    tilts: str | None = None
+    ctf: str = "none"
+    edge: str = "skip"
+    coordinate_pixel_size_angst: float | None = None
     split: str = "file"
     root: str | None = None
     seed: int = 0

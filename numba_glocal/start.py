@@ -17,7 +17,6 @@ from .file_writer import FileWriter
 from .filters import lowpass
 from .hand import check_hand
 from .io import write_volume
-from .job import make_chunks
 from .noise import GroupResiduals, NoiseModels, add_residuals
 from .passes import HALVES, Passes
 from .reference_maps import ReferenceMaps
@@ -157,7 +156,7 @@ class Start:
         rows = {half: np.flatnonzero(job.particles.half == half)[:looked_at] for half in HALVES}
         some_rows = np.sort(np.concatenate(list(rows.values())))
         some = job.particles.take(some_rows)
-        chunks = [(half, chunk) for half in HALVES for chunk in make_chunks(some, some.poses, half, largest=self.passes.largest_chunk)]
+        chunks = [(half, chunk) for half in HALVES for chunk in self.passes.chunks(some, some.poses, half)]
         plan = search_plan(self.job, state)
 
         def tasks(sign: float, noise: dict[int, NoiseModels], used_plan: SearchPlan | None) -> list[AlignTask]:

@@ -21,6 +21,16 @@ NOISE_GROUPS = ("auto", "none", "tomogram", "optics")
 """What particles of one noise model have in common (docs/scoring.md, 4)."""
 
 
+EDGES = ("skip", "pad")
+"""What becomes of a box that reaches beyond its tomogram: left out, or padded with the mean of what is there."""
+
+VOLUME_AXES = ("tomogram", "subtomogram")
+"""How a list's volumes stand: as the tomogram does, or along axes of their own (RELION's pseudo-subtomograms)."""
+
+CTF_KINDS = ("none", "plain", "flipped", "multiplied")
+"""What tomograms hold of the CTF: not modelled, uncorrected, phases flipped, multiplied by it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Volume:
     """A map on a cubic grid.
@@ -152,8 +162,54 @@ class TiltRange:
     cutoff_voxels: float = 0.0
 
 
-Weight = Path | tuple[TiltRange, ...] | TiltGeometry
-"""Where a particle's weights come from: a volume, the range of tilts of its series, or the tilt images that it is made of."""
+@dataclass(frozen=True, slots=True)
+class TomogramWeight:
+    """What a tomogram holds of a particle: the tilts that it was made of, and what was done about their CTF.
+
+    Attributes
+    ----------
+    geometry : TiltGeometry
+        Of the tilts at the particle's place.
+    ctf : str
+        Of `CTF_KINDS`.
+    """
+
+    geometry: TiltGeometry
+    ctf: str
+
+    def __str__(self) -> str:
+        return f"tomogram ({self.ctf}) of {self.geometry}"
+
+
+Weight = Path | tuple[TiltRange, ...] | TiltGeometry | TomogramWeight
+"""Where a particle's weights come from: a volume, the range of tilts of its series, the tilt images that it is made of, or the tilts of the
+tomogram that it is cut from."""
+
+
+@dataclass(frozen=True, slots=True)
+class TomogramBox:
+    """Where a particle is cut from a tomogram.
+
+    Attributes
+    ----------
+    path : Path
+        The tomogram.
+    centre : (int, int, int)
+        Voxel ``(x, y, z)`` of the tomogram that the box has as its voxel ``n // 2``.
+    edge : str
+        Of `EDGES`.
+    """
+
+    path: Path
+    centre: tuple[int, int, int]
+    edge: str = "skip"
+
+    def __str__(self) -> str:
+        return f"{self.path} at {', '.join(map(str, self.centre))} ({self.edge})"
+
+
+Source = Path | TomogramBox
+"""Where a particle's voxels are: a file of its own, or a box of a tomogram."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +294,29 @@ class TiltStacks:
 
 
 @dataclass(frozen=True, slots=True)
+class BoxesInTomograms:
+    """Particles that are cut from tomograms as they are read, and the list that places them.
+
+    Attributes
+    ----------
+    boxes : tuple of TomogramBox
+    offsets_angst : (n, 3) float64
+        Where the boxes' centre voxels lie from the list's coordinates.
+    listed : ParticleSet
+        As the list has them: with shifts from its coordinates, and its pixel size, which may be another or unknown.
+    """
+
+    boxes: tuple[TomogramBox, ...]
+    offsets_angst: FloatArray
+    listed: ParticleSet
+
+    def take(self, index: IntArray | Sequence[int]) -> BoxesInTomograms:
+        """Those of the particles at `index`, in that order."""
+        index = np.asarray(index, dtype=np.intp)
+        return BoxesInTomograms(tuple(self.boxes[i] for i in index), self.offsets_angst[index], self.listed.take(index))
+
+
+@dataclass(frozen=True, slots=True)
 class ParticleSet:
     """A particle list, read and understood. Immutable; `dataclasses.replace` or the methods make changed copies.
 
@@ -284,6 +363,9 @@ class ParticleSet:
         Where particles are stacks of 2-D images and not volumes.
     pixel_sizes_angst : (n,) float64 or None
         Of each particle, where optics groups differ (only lists are handled so); `pixel_size_angst` is then that of the first.
+    cut_from : BoxesInTomograms or None
+        Where particles are boxes of tomograms and no volumes of their own: `volume_paths` then says nothing, and `poses` are about the boxes'
+        centres.
     """
 
     names: tuple[str, ...]
@@ -305,9 +387,28 @@ class ParticleSet:
     volume_axes: FloatArray | None = None
     stacks: TiltStacks | None = None
     pixel_sizes_angst: FloatArray | None = None
+    cut_from: BoxesInTomograms | None = None
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def voxels_from(self) -> Sequence[Source]:
+        """Where each particle's voxels are."""
+        return self.volume_paths if self.cut_from is None else self.cut_from.boxes
+
+    def as_listed(self) -> ParticleSet:
+        """The same particles as a list has them: of those that are cut from tomograms, shifts count from the list's own coordinates."""
+        if self.cut_from is None:
+            return self
+        listed = self.cut_from.listed
+        known = bool(np.isfinite(listed.pixel_size_angst))
+        return replace(
+            listed,
+            poses=Poses(self.poses.rotations, self.poses.shifts_angst + self.cut_from.offsets_angst),
+            half=self.half,
+            pixel_size_angst=listed.pixel_size_angst if known else self.pixel_size_angst,
+        )
 
     @property
     def wedges(self) -> dict[tuple[TiltRange, ...], list[int]]:
@@ -382,6 +483,7 @@ class ParticleSet:
             volume_axes=None if self.volume_axes is None else self.volume_axes[index],
             stacks=None if self.stacks is None else self.stacks.take(index),
             pixel_sizes_angst=None if self.pixel_sizes_angst is None else self.pixel_sizes_angst[index],
+            cut_from=None if self.cut_from is None else self.cut_from.take(index),
         )
 
 

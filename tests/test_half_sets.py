@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numba_glocal.errors import SettingsError
-from numba_glocal.half_sets import assign_half_sets
-from numba_glocal.values import ParticleSet, Poses
+from numba_glocal.half_sets import assign_half_sets, neighbours_across, positions_angst
+from numba_glocal.job import prepare_job
+from numba_glocal.settings import AverageSettings
+from numba_glocal.simulation import SimulationSettings, simulate
+from numba_glocal.values import Coordinates, ParticleSet, Poses
 
 
 def particles(half, tomograms=None, names=None):
@@ -97,3 +101,42 @@ def test_a_volume_in_both_halves_is_reported():
     assert warnings == []
     _, warnings = assign_half_sets(particles([1, 2, 1, 2], names=["1@s.mrcs", "0001@s.mrcs", "3@s.mrcs", "4@s.mrcs"]))
     assert len(warnings) == 1
+
+
+def placed(half, voxels, tomograms=None, shifts=None, voxel_size=2.0):
+    listed = particles(half, tomograms)
+    poses = Poses(listed.poses.rotations, np.zeros((len(half), 3)) if shifts is None else np.asarray(shifts, float))
+    return replace(listed, poses=poses, coordinates=Coordinates.in_voxels(np.asarray(voxels, float), voxel_size))
+
+
+def told(listed, within=20.0):
+    return neighbours_across(positions_angst(listed), listed.tomograms, listed.half, within, listed.names)
+
+
+def test_one_place_in_both_halves_is_said():
+    """Places 8 A apart once the shifts are added, 28 A without; 2 A voxels."""
+    voxels = [[50, 50, 50], [64, 50, 50], [150, 50, 50], [250, 50, 50]]
+    shifts = [[20.0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+    (line,) = told(placed([1, 2, 1, 2], voxels, shifts=shifts))
+    assert line.startswith("half-sets: 1 particle of half 2 lies within 20 A") and "p1.mrc of p0.mrc" in line and "--split tomogram" in line
+    assert not told(placed([1, 2, 1, 2], voxels))
+    assert not told(placed([1, 1, 2, 2], voxels, shifts=shifts))  # one half has both
+    assert not told(placed([1, 2, 1, 2], voxels, ["a", "b", "a", "b"], shifts))  # two tomograms
+    assert not told(placed([1, 2, 1, 2], voxels, [""] * 4, shifts))  # nobody says which
+
+
+def test_places_that_nobody_filled_in_are_none():
+    assert not told(placed([1, 2, 1, 2], np.zeros((4, 3))))
+    assert not told(particles([1, 2, 1, 2]))
+    assert told(placed([1, 2, 1, 2], np.ones((4, 3)), voxel_size=float("nan")))
+
+
+def test_the_plan_warns_of_one_place_in_both_halves(tmp_path):
+    made = simulate(tmp_path, SimulationSettings(count=8, box_size=20, pixel_size_angst=16.0))
+    assert not any("share data" in w for w in prepare_job(AverageSettings(str(made.start), "run")).warnings)
+    lines = made.start.read_text().splitlines()
+    rows = [i for i, line in enumerate(lines) if line.startswith("subtomo/")]
+    first, other = lines[rows[0]].split(), lines[rows[1]].split()
+    lines[rows[1]] = " ".join([*other[:2], *first[2:6], *other[6:]])
+    made.start.write_text("\n".join(lines) + "\n")
+    assert sum("share data" in w for w in prepare_job(AverageSettings(str(made.start), "run")).warnings) == 1

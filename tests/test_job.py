@@ -238,3 +238,29 @@ def test_weights_are_looked_at_before_work(made, tmp_path):
     for kind in (AlignSettings, AverageSettings):
         with pytest.raises(VolumeError, match=r"empty\.mrc.*leaves nothing"):
             prepare_job(kind(str(tmp_path / "list.star"), "run"))
+
+
+def test_particles_that_lie_outside_their_boxes_are_said(made, tmp_path):
+    """An origin in the wrong unit, or a wrong pixel size: what is aligned then is what has come round the box."""
+    text = made.start.read_text()
+    first = next(line for line in text.splitlines() if "particle_00001" in line)
+    values = first.split()
+    moved = first.replace(values[9], "170.0", 1)  # rlnOriginXAngst; half a box is 160 A
+    path = made.start.parent / "far.star"
+    path.write_text(text.replace(first, moved))
+    warnings = prepare_job(AlignSettings(str(path), "run")).warnings
+    assert any(
+        w.startswith("1 of 30 particles lie farther from the centres of their boxes than half a box (160 A)") and "00001" in w for w in warnings
+    )
+    assert not any("half a box" in w for w in job(made).warnings)
+
+
+def test_more_classes_than_particles_are_refused_before_work(made):
+    assert "15 particles; expected at least two a class, 16" in str(refused(lambda: job(made, classes=8)))
+    assert job(made, classes=7).settings.classes == 7
+
+
+def refused(call):
+    with pytest.raises(SettingsError) as caught:
+        call()
+    return caught.value

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("start", "hand"),
     ("extraction", "passes", "reference_maps", "schedule"),
     ("job",),
-    ("alignment", "averaging", "execution", "devices", "particles", "tilt_images", "simulation"),
+    ("alignment", "averaging", "execution", "devices", "particles", "tilt_images", "tomogram_boxes", "simulation"),
     ("backends",),
     ("io", "results", "file_writer", "wedge", "report", "report_template"),
     ("ctf", "filters", "half_sets", "masks", "noise", "noise_groups", "phantom", "pose_prior", "resolution", "sampling", "shifts", "symmetry"),

@@ -115,14 +115,14 @@ def add_prior(hessian: Array, gradient: Array, prior: ParticlePrior, rotation: A
 
 
 def unpack_normal_equations(sums: Array) -> tuple[Array, Array]:
-    """Hessian (6, 6) and gradient (6,) from the sums of `interpolation.normal_equations`."""
-    hessian = np.zeros((6, 6))
-    upper = np.triu_indices(3)
-    hessian[:3, :3][upper] = sums[0:6]
-    hessian[3:, 3:][upper] = sums[6:12]
-    hessian[:3, 3:] = sums[12:21].reshape(3, 3)
-    hessian = np.triu(hessian) + np.triu(hessian, 1).T
-    return hessian, sums[21:27].copy()
+    """Hessians (.., 6, 6) and gradients (.., 6) from the sums (.., 29) of `interpolation.normal_equations`."""
+    hessian = np.zeros((*sums.shape[:-1], 6, 6))
+    row, column = np.triu_indices(3)
+    for first, of in ((0, 0), (3, 6)):
+        hessian[..., first + row, first + column] = hessian[..., first + column, first + row] = sums[..., of : of + 6]
+    hessian[..., :3, 3:] = sums[..., 12:21].reshape(*sums.shape[:-1], 3, 3)
+    hessian[..., 3:, :3] = np.swapaxes(hessian[..., :3, 3:], -1, -2)
+    return hessian, sums[..., 21:27].copy()
 
 
 def limited_step(hessian: Array, gradient: Array, limits: list[tuple[Array, Array, float]]) -> Array:

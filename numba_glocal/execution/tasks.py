@@ -20,7 +20,7 @@ from ..masks import sphere_mean_square
 from ..noise import NoiseModel, NoiseModels
 from ..particles import ParticleReader
 from ..pose_prior import PosePrior, PriorWidths
-from ..values import Weight
+from ..values import Source, Weight
 from .pinning import WorkerInfo
 
 _SESSIONS = 2
@@ -50,7 +50,7 @@ class Chunk:
     half: int
     rows: NDArray[np.int64]
     names: tuple[str, ...]
-    volume_paths: tuple[Path, ...]
+    volume_paths: tuple[Source, ...]
     weight_paths: tuple[Weight | None, ...]
     rotations: NDArray[np.float64]
     shifts_angst: NDArray[np.float64]
@@ -241,7 +241,7 @@ def start_worker(
     share : int
         Workers on the same GPU (cuda).
     precision : str
-        Of searches, "half" or "single" (cuda).
+        Of searches, "half", "fp8" or "single" (cuda).
 
     Returns
     -------

@@ -39,7 +39,7 @@ HELD = {
 }
 """What a list can hold beside names and poses, and how it is called in messages."""
 
-OPTIONS_OF_SOME = ("particle_names", "wedge_list")
+OPTIONS_OF_SOME = ("particle_names", "wedge_list", "volume_axes")
 """Options of `read_particles` that only some formats take; given for another one they are refused."""
 
 _HEAD_BYTES = 65536
@@ -167,8 +167,8 @@ def read_particles(path: str | Path, **options: Any) -> ParticleSet:
         The list.
     **options
         ``pixel_size_angst``, ``root``, ``premultiplied``, ``require_volumes`` as `read_relion_particles`; ``particle_names``, a template
-        for the files of lists that only number particles, and ``wedge_list``, the tilts of their tomograms; ``tomograms``, the sizes of
-        RELION's tomograms.
+        for the files of lists that only number particles, and ``wedge_list``, the tilts of their tomograms; ``volume_axes`` as
+        `read_relion_particles`.
 
     Returns
     -------
@@ -278,6 +278,7 @@ register_format(
         holds=_RELION_HOLDS | {"volume_axes", "stacks"},
         leaves=lambda particles: lost_in_version(particles, None),
         scales=True,
+        takes=frozenset({"volume_axes"}),
     )
 )
 for _version in VERSIONS:

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, ListError
 from ..geometry import matrix_to_zxz, zxz_to_matrix
-from ..values import FloatArray, IntArray, ParticleSet, Poses, TiltGeometry, TiltRange, Weight
+from ..values import FloatArray, IntArray, ParticleSet, Poses, TiltGeometry, TiltRange, TomogramWeight, Weight
 from .located import locate, places
 from .numbered import (
     digits,
@@ -407,7 +407,7 @@ def _new_lines(path: str | Path, particles: ParticleSet, scores: FloatArray | No
 
 def _limits(weight: Weight | None) -> list[float] | None:
     """Columns 13 to 17 of a wedge; None where they cannot say it."""
-    if weight is None or isinstance(weight, Path | TiltGeometry) or any(tilts.turn is not None for tilts in weight):
+    if weight is None or isinstance(weight, Path | TiltGeometry | TomogramWeight) or any(tilts.turn is not None for tilts in weight):
         return None
     by_axis = {t.tilt_axis: (-t.tilt_max_deg, -t.tilt_min_deg) if t.flip else (t.tilt_min_deg, t.tilt_max_deg) for t in weight}
     if len(by_axis) != len(weight):

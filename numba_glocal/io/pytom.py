@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, ListError, NoAnglesWarning, VolumeError
 from ..geometry import matrix_to_zxz, zxz_to_matrix
-from ..values import FloatArray, IntArray, ParticleSet, Poses, TiltGeometry, TiltRange, Weight
+from ..values import FloatArray, IntArray, ParticleSet, Poses, TiltGeometry, TiltRange, TomogramWeight, Weight
 from .located import locate, places
 from .paths import whole_file
 from .volumes import read_header
@@ -167,7 +167,7 @@ def read_pytom_particles(
         box_size=place.box_size,
         premultiplied=bool(premultiplied),
         source=PytomSource(str(path), raw, tuple(elements), np.arange(len(names)), tuple(names), poses, half, place.pixel_size_angst),
-        coordinates=places(_numbers(path, elements, "PickPosition", ("X", "Y", "Z"))),
+        coordinates=places(_numbers(path, elements, "PickPosition", ("X", "Y", "Z")), place.pixel_size_angst),
         classes=_classes(elements),
         scores=scores if np.isfinite(scores).any() else None,
     )
@@ -505,7 +505,7 @@ def _wedge_text(weight: Weight | None, box_size: int) -> str:
         return ""
     if isinstance(weight, Path):
         return _wedge_volume_text(weight)
-    if isinstance(weight, TiltGeometry):
+    if isinstance(weight, TiltGeometry | TomogramWeight):
         return ""  # a list of stacks, which a PyTom list cannot hold at all
     singles = [_single_text(tilts, box_size) for tilts in weight]
     if not all(singles) or len(singles) > 2:

@@ -137,6 +137,7 @@ def read_relion_particles(
     root: str | Path | None = None,
     premultiplied: bool | None = None,
     require_volumes: bool = True,
+    volume_axes: str | None = None,
 ) -> ParticleSet:
     """Read a RELION or Warp list of particles.
 
@@ -152,6 +153,8 @@ def read_relion_particles(
         Goes before ``rlnCtfDataAreCtfPremultiplied``.
     require_volumes : bool
         False reads a list whose volumes are elsewhere, or that names none (coordinates only); box size 0 when then nobody knows it.
+    volume_axes : {"tomogram", "subtomogram"}, optional
+        How volumes stand; None: along the subtomogram's axes where the list says that RELION cut them, else as the tomogram.
 
     Returns
     -------
@@ -224,7 +227,11 @@ def read_relion_particles(
     axes = subtomogram_rotations(block)
     if axes is not None:
         rotations, shifts = axes @ rotations, np.einsum("nij,nj->ni", axes, shifts)
-    turned = axes is not None and not stacked and cut_by_relion(optics, groups) and bool(np.abs(axes - np.eye(3)).max() > _SAME_ROTATION)
+    if volume_axes == "subtomogram" and (axes is None or stacked):
+        what = "stacks of 2-D images, which stand as the tomogram" if stacked else f"no column _{SUBTOMOGRAM_ANGLES[0]}"
+        raise InputError(f"{path}: --volume-axes subtomogram: {what}; expected volumes cut along axes that the list gives")
+    along = cut_by_relion(optics, groups) if volume_axes is None else volume_axes == "subtomogram"
+    turned = axes is not None and not stacked and along and bool(np.abs(axes - np.eye(3)).max() > _SAME_ROTATION)
     poses = Poses(rotations, shifts)
     half = _half_sets(block)
     return ParticleSet(

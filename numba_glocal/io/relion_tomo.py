@@ -14,6 +14,7 @@ from ..errors import InputError, ListError
 from ..geometry import relion_to_matrix
 from ..values import Coordinates, ParticleSet, TiltStacks
 from .paths import VolumeFinder
+from .pixel_size import SAME_PIXEL_SIZE
 from .star import StarBlock, StarDocument, read_star
 
 SUBTOMOGRAM_ANGLES = ("rlnTomoSubtomogramRot", "rlnTomoSubtomogramTilt", "rlnTomoSubtomogramPsi")
@@ -34,11 +35,11 @@ def refuse_partial(block: StarBlock, labels: Sequence[str]) -> None:
         raise ListError(f"{block.where()}: no column {' and '.join(missing)}; expected all of {', '.join(labels)}, or none")
 
 
-def triples(block: StarBlock, labels: Sequence[str], scale: float = 1.0) -> NDArray[np.float64]:
+def triples(block: StarBlock, labels: Sequence[str]) -> NDArray[np.float64]:
     """Three columns as (n, 3); zeros where the list has none of them."""
     if labels[0] not in block.labels:
         return np.zeros((block.n_rows, 3))
-    return np.stack([block.floats(label) for label in labels], axis=1) * scale
+    return block.floats_of(labels)
 
 
 # ---- optimisation sets
@@ -203,6 +204,17 @@ def read_stacks(block: StarBlock, tomograms_path: Path | None) -> TiltStacks:
     return TiltStacks(tuple(frames), tomograms_path)
 
 
+def counts_image_voxels(block: StarBlock, optics: StarBlock | None, names: Sequence[str]) -> bool:
+    """Whether coordinates count voxels of the images, whatever the tilt series has: in the lists that Warp exports, for RELION 3 or of 2-D stacks.
+
+    A RELION 4 list of volumes may have tomograms of Warp, and counts voxels of the tilt series nevertheless.
+    """
+    if not any(name.endswith(_TOMOSTAR) for name in set(names)):
+        return False
+    flat = optics is not None and "rlnImageDimensionality" in optics.labels and bool((optics.floats("rlnImageDimensionality") == 2).all())
+    return "rlnTomoName" not in block.labels or VISIBLE in block.labels or flat
+
+
 def read_coordinates(
     block: StarBlock,
     optics: StarBlock | None,
@@ -247,8 +259,7 @@ def read_coordinates(
     if tomograms_path is not None:
         sizes, series = _joined(block.path, names, read_tomograms(tomograms_path), sizes, series)
     voxel = series
-    if not has_centred and image_pixel_sizes_angst is not None and any(name.endswith(_TOMOSTAR) for name in set(names)):
-        # Warp writes coordinates in voxels of the images that it exports, whatever the tilt series has
+    if not has_centred and image_pixel_sizes_angst is not None and counts_image_voxels(block, optics, names):
         voxel = image_pixel_sizes_angst
     centre = centre_voxels(sizes)
     if voxel is not series:
@@ -262,9 +273,9 @@ def read_coordinates(
 
 
 def with_tomograms(particles: ParticleSet, path: str | Path) -> ParticleSet:
-    """The same particles, coordinates about the centres of tomograms whose sizes stand in a file (RELION's or Warp's tomograms).
+    """The same particles with what a file of tomograms (RELION's or Warp's) says: coordinates in voxels of the tilt series, and about the centres.
 
-    Voxels of unknown size are taken for those of the tilt series.
+    Coordinates of unknown voxels are taken to count those of the tilt series, with a warning where the images have others.
 
     Raises
     ------
@@ -276,9 +287,17 @@ def with_tomograms(particles: ParticleSet, path: str | Path) -> ParticleSet:
         return particles
     nothing = np.full(len(particles), np.nan)
     sizes, series = _joined("the list", particles.tomograms, read_tomograms(path), np.full((len(particles), 3), np.nan), nothing)
+    images = particles.pixel_size_angst if particles.pixel_sizes_angst is None else particles.pixel_sizes_angst
+    guessed = np.isnan(places.voxel_size_angst) & np.isfinite(series)
+    if places.voxels is not None and (guessed & ~(np.abs(images / series - 1) <= SAME_PIXEL_SIZE)).any():
+        warnings.warn(
+            f"the list does not say which voxels its coordinates count; those of the tilt series are taken ({series[guessed][0]:g} A, {path})",
+            stacklevel=2,
+        )
     voxel = np.where(np.isfinite(places.voxel_size_angst), places.voxel_size_angst, series)
-    centre = centre_voxels(sizes) * np.where(np.isfinite(series), series / voxel, 1.0)[:, None]
-    return replace(particles, coordinates=Coordinates(places.voxels, places.centred_angst, voxel, centre))
+    series = np.where(np.isfinite(series), series, voxel)
+    counted = None if places.voxels is None else places.voxels * np.where(np.isfinite(voxel), voxel / series, 1.0)[:, None]
+    return replace(particles, coordinates=Coordinates(counted, places.centred_angst, series, centre_voxels(sizes)))
 
 
 def _joined(

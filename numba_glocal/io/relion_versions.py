@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import ListError
 from ..values import Coordinates, ParticleSet
 from .relion import ORIGINS_ANGST, ORIGINS_PIXEL, RelionSource, new_relion_source, write_relion_particles
-from .relion_tomo import CENTRED, COORDINATES, STACKS, SUBTOMOGRAM_ANGLES, TILT_SERIES_PIXEL_SIZE, VISIBLE
+from .relion_tomo import CENTRED, COORDINATES, STACKS, SUBTOMOGRAM_ANGLES, TILT_SERIES_PIXEL_SIZE, VISIBLE, triples
 from .star import StarBlock, StarDocument
 
 _DIGITS = 6
@@ -213,16 +213,17 @@ def _place(block: StarBlock, optics: StarBlock | None, version: RelionVersion, p
             _drop(block, COORDINATES)  # RELION 5 takes the centred ones
         return
     wanted = places.voxel_size_angst
-    if version.tomostar:
-        wanted = np.full(len(particles), particles.pixel_size_angst)
+    if version.tomostar or (not version.has_tomograms and any(name.endswith(_TOMOSTAR) for name in particles.tomograms)):
+        # such names say so to whoever reads the list
+        wanted = np.full(len(particles), particles.pixel_size_angst) if particles.pixel_sizes_angst is None else particles.pixel_sizes_angst
     elif version.has_tomograms:
         wanted = _series_pixel_sizes(block, optics, particles)
     known = np.isfinite(places.voxel_size_angst) & np.isfinite(wanted)
     scale = np.where(known, places.voxel_size_angst / wanted, 1.0)
-    if places.voxels is not None and np.abs(scale - 1).max(initial=0) <= 1e-6:
+    voxels = _known(places.as_voxels(), places, path) * scale[:, None]
+    if COORDINATES[0] in block.labels and np.allclose(triples(block, COORDINATES), voxels, rtol=1e-6, atol=0.5 * 10**-_DIGITS):
         _drop(block, CENTRED)
         return
-    voxels = _known(places.as_voxels(), places, path) * scale[:, None]
     block.insert_columns(COORDINATES[0] if COORDINATES[0] in block.labels else CENTRED[0], COORDINATES, _texts(voxels))
     _drop(block, CENTRED)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from scipy.spatial.transform import Rotation
 from ..errors import InputError, ListError
 from ..values import FloatArray, TiltGeometry
 from .paths import VolumeFinder
-from .star import StarBlock, StarDocument, read_star, write_star
+from .star import StarBlock, StarDocument, read_star
 
 _PROJECTION = ("rlnTomoProjX", "rlnTomoProjY", "rlnTomoProjZ")
 _TILTS = ("rlnTomoXTilt", "rlnTomoYTilt", "rlnTomoZRot")
@@ -341,15 +340,3 @@ def _vectors(block: StarBlock, label: str) -> FloatArray:
             raise ListError(f"{block.where(row)}: _{label} is '{text}', expected four numbers such as [1,0,0,0]")
         rows.append(numbers)
     return np.array(rows)
-
-
-def write_optimisation_set(path: Path, particles_path: Path, tomograms_path: Path) -> None:
-    """A set that names a list of stacks and its tomograms file: relative to the current folder (the project's) where they are inside it."""
-
-    def named(file: Path) -> str:
-        absolute = Path(os.path.abspath(file))
-        return os.path.relpath(absolute) if absolute.is_relative_to(Path.cwd()) else str(absolute)
-
-    general = StarBlock.from_pairs("general", {"rlnTomoSubTomosAre2DStacks": "1"})
-    files = {"rlnTomoParticlesFile": named(particles_path), "rlnTomoTomogramsFile": named(tomograms_path)}
-    write_star(path, StarDocument([StarBlock.from_pairs("", files), general], str(path)))

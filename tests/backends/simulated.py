@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import mrcfile
 import numpy as np
 import pytest
-from numba import cuda
+from numba import cuda, typeof
+from numba.cuda.simulator.kernel import FakeCUDAKernel
 from scipy.spatial.transform import Rotation
 
 from numba_glocal import particles
@@ -30,6 +34,24 @@ from numba_glocal.pose_prior import PosePrior, PriorWidths
 N = 6
 GRID, MASK = Grid(N, N, 4.0), ParticleMask(2.0, 1.0)
 FAR = ((np.indices((N,) * 3) - N // 2) ** 2).sum(0) > 2.0**2
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _launches():
+    """The types of all launches, for `test_cuda_simulated`, which compares them with those that are compiled ahead."""
+    found: dict[str, set[str]] = {}
+    launch = FakeCUDAKernel.__call__
+
+    def watched(kernel, *arguments):
+        types = ", ".join(str(typeof(getattr(argument, "_ary", argument))) for argument in arguments)
+        found.setdefault(f"{kernel.fn.__module__}.{kernel.fn.__name__}", set()).add(types)
+        return launch(kernel, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeCUDAKernel, "__call__", watched)
+        yield
+    if to := os.environ.get("NUMBA_GLOCAL_LAUNCHES"):
+        Path(to).write_text(json.dumps({name: sorted(types) for name, types in found.items()}))
 
 
 @pytest.fixture(autouse=True)
@@ -378,7 +400,8 @@ def test_a_search_goes_on_in_smaller_parts(make_case, monkeypatch, caplog, quick
     assert session.load(case.batch) == []
     parts, given_back = [], []
 
-    def search_part(part, p_of, s_of, starts, anchors, level, band, cube, layout, bank, coefficients, groups, entries, result):
+    def search_part(part, p_of, s_of, *rest):
+        result = rest[-1]
         if len(p_of) > 2:
             raise MemoryError
         parts.append(part.tolist())

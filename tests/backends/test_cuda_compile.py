@@ -3,93 +3,33 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 cuda = pytest.importorskip("numba.cuda")
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from numba import float32, float64, int16, int32, int64, uint64  # noqa: E402
+from numba import float32, uint8  # noqa: E402
 
 try:
-    from numba_glocal.backends.cuda import kernels, prepare, search
+    from numba.cuda import dispatcher
+
+    from numba_glocal.backends.cuda import kernels, prepare, search, tensor
+    from numba_glocal.backends.cuda.signatures import KERNELS, PREPARE, SEARCH, TENSOR
 
     cuda.compile(lambda x: None, (float32[::1],), cc=(9, 0), output="ptx", device=False, abi="numba")
 except Exception as problem:  # no NVVM here
     pytest.skip(f"kernels cannot be compiled here: {problem}", allow_module_level=True)
 
-from numba.types import float16  # noqa: E402
-
-f, i32, i64, d = float32[::1], int32[::1], int64[::1], float64[::1]
-f2, i2, d2 = float32[:, ::1], int32[:, ::1], float64[:, ::1]
-f3 = float32[:, :, ::1]
-n = int64
-WEIGHTS = (f, n, i32)
-SIGNATURES = {
-    "contract": (f, n, n, n, n, f, n, n, n, n, f, n, n, n, n, n, n),
-    "turn": (f, n, i32, n, *WEIGHTS, n, f2, i32, f, f2, f, i32, f, f, f, f2, f2, f2, f2),
-    "fill_templates": (f, n, f, f2, f, f2),
-    "products": (f2, f2, f2),
-    "finish_scores": (f2, f2, f, n, float32),
-    "take_off": (f2, f2),
-    "choose": (f2, i32, i32, f2, f2, float32, n, f3, i2, f2),
-    "band_power": (f, n, i32, i32, *WEIGHTS, i32, i32, f2, i32, f, f2, i32, d),
-    "refine": (
-        f,
-        n,
-        n,
-        f,
-        n,
-        i32,
-        i32,
-        int16[::1],
-        *WEIGHTS,
-        i32,
-        i32,
-        f2,
-        i32,
-        f,
-        f2,
-        f,
-        i32,
-        f,
-        d2,
-        d2,
-        d2,
-        float64,
-        n,
-        float64,
-        float64,
-        float64,
-        d2,
-        i32,
-    ),
-    "residual_power": (f, n, n, float32, f, n, i32, i32, int16[::1], *WEIGHTS, i32, i32, i32, f, f, i32, f, f, f2, f2, f3, f3, f3),
-    "column_scales": (f2, f, n, f),
-    "half_columns": (f2, f, f, n, float16[::1]),
-    "half_templates": (f, n, i32, f, f2, n, n, n, float32, n, float16[::1]),
-    "best_of_tile": (f, n, n, n, n, i32, f, float32, n, f2, f2, f2, i2),
-    "pack_rotated": (f, n, i32, f, n, float32, float16[::1]),
-    "pack_columns": (f, n, i32, f, f, f, f, float16[::1]),
-    "clear_sums": (int64[:, ::1],),
-    "float_sums": (int64[:, ::1], f, f),
-    "clear_best": (uint64[:, ::1],),
-    "unpack_best": (uint64[:, ::1], f2, i2),
-    "insert": (int64[:, ::1], n, n, f, n, i32, i32, int16[::1], *WEIGHTS, i32, i32, f2, i32, f, f2, f, i32, f2, f2, f),
-}
-PREPARE = {
-    "particle_facts": (f2, f, n, n, n, float32, f2, i32),
-    "place_volumes": (f2, f2, i32, f),
-    "volume_levels": (f, i32, f, n, f),
-    "mask_volumes": (f, i32, f, f, f2),
-    "gather_volumes": (f, i32, f2),
-}
-SEARCH = (f, f, i64, i64, i64, f, n, n, n, n, i2, n, f2, f2, f2, i2)
 IN_DOUBLE = {"refine", "band_power", "insert", "residual_power", "float_sums", "particle_facts", "volume_levels"}
 
 
 def ptx_of(kernel, signature, fastmath=True) -> str:
-    return cuda.compile(kernel.py_func, signature, cc=(9, 0), output="ptx", device=False, abi="numba", fastmath=fastmath)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        # functions that a kernel calls are compiled for the GPU that is there
+        patch.setattr(dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=(9, 0)))
+        return cuda.compile(kernel.py_func, signature, cc=(9, 0), output="ptx", device=False, abi="numba", fastmath=fastmath)[0]
 
 
 def instructions(ptx: str) -> str:
@@ -97,9 +37,9 @@ def instructions(ptx: str) -> str:
     return "\n".join(line for line in ptx.splitlines() if re.match(r"\s+[a-z]", line))
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
+@pytest.mark.parametrize("name", KERNELS)
 def test_kernel_compiles(name):
-    ptx = ptx_of(getattr(kernels, name), SIGNATURES[name])
+    ptx = ptx_of(getattr(kernels, name), KERNELS[name])
     assert ".entry" in ptx
     if name not in IN_DOUBLE:
         assert ".f64" not in instructions(ptx), "double precision in a single-precision kernel"
@@ -129,6 +69,18 @@ def test_search_keeps_its_sums_in_registers(steps):
     assert ".f64" not in instructions(ptx)
 
 
+@pytest.mark.parametrize(("largest2", "sums"), [(2.0, [9]), (16.0, [29, 28])])
+def test_tensor_search_keeps_its_sums_in_registers(largest2, sums):
+    groups = tensor.disc_groups(largest2)
+    assert [sum(map(tensor.n_shifts, group)) for group in groups] == sums
+    code = instructions(ptx_of(tensor.search_kernel(groups[0], tensor.SHAPE), TENSOR))
+    assert ".local" not in code and ".f64" not in code
+    # of a thread: two rotations by two particles; all sums but the one without a shift are scaled, and three more scaled terms make a score
+    assert code.count("st.shared.f32") == 4 * sums[0]
+    scaled = 4 * (sums[0] - 1)
+    assert scaled <= code.count("fma.rn.ftz.f32") <= scaled + 4 * 20
+
+
 def test_every_shift_of_the_ball_belongs_to_one_group():
     for steps in range(7):
         radius2 = (1.01 * steps) ** 2
@@ -141,3 +93,11 @@ def test_every_shift_of_the_ball_belongs_to_one_group():
             x * x + y * y + z * z <= radius2 for x in range(-steps, steps + 1) for y in range(-steps, steps + 1) for z in range(-steps, steps + 1)
         )
         assert len(rows) == len(set(rows)) == inside
+
+
+@pytest.mark.parametrize("name", ["narrow_columns", "narrow_templates"])
+def test_numbers_are_stored_as_the_array_asks(name):
+    half = ptx_of(getattr(kernels, name), KERNELS[name])
+    eight = ptx_of(getattr(kernels, name), (*KERNELS[name][:-1], uint8[::1]))
+    assert "e4m3x2" in eight and "e4m3x2" not in half
+    assert "f16" in half and "f16" not in instructions(eight).replace("b16", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,9 +15,27 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 HERE = Path(__file__).parent
 
 
-def test_in_the_simulator():
-    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
+def test_in_the_simulator(tmp_path):
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "NUMBA_GLOCAL_LAUNCHES": str(tmp_path / "launches.json")}
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "simulated.py"]
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
+    check_types(json.loads((tmp_path / "launches.json").read_text()))
+
+
+def check_types(launches: dict[str, list[str]]) -> None:
+    """Kernels are compiled ahead for the types with which they are launched."""
+    try:
+        from numba_glocal.backends.cuda.signatures import KERNELS, PREPARE, SEARCH
+    except ImportError:  # no CUDA toolkit
+        return
+    listed = {f"numba_glocal.backends.cuda.kernels.{name}": types for name, types in KERNELS.items()}
+    listed |= {f"numba_glocal.backends.cuda.prepare.{name}": types for name, types in PREPARE.items()}
+    seen = 0
+    for name, found in launches.items():
+        types = SEARCH if name.endswith(".search") else listed.get(name)
+        if types is not None:  # functions that kernels call are none
+            seen += 1
+            assert found == [", ".join(map(str, types))], name
+    assert seen >= 18

@@ -17,6 +17,7 @@ from scipy import ndimage
 from scipy.spatial.transform import Rotation
 
 from numba_glocal.errors import GlocalError
+from numba_glocal.geometry import matrix_to_relion
 from numba_glocal.io import read_particles, write_particles
 from numba_glocal.settings import AlignSettings
 from numba_glocal.simulation import SimulationSettings, simulate
@@ -176,6 +177,15 @@ SETTINGS = {
         lambda base, changed: (column(base, "ngScore") != column(changed, "ngScore")).any(),
     ),
     "wedge_list": (lambda t: str(t.wedges), {"particles": "numbered"}, other_poses),
+    "volume_axes": ("subtomogram", {"particles": "with_axes"}, other_poses),
+    "tilts": (lambda t: str(t.tilts), {"particles": "placed", "tomograms": "tomogram", "box_size": 20}, other_poses),
+    "ctf": ("plain", {"particles": "placed", "tomograms": "tomogram", "box_size": 20, "tilts": "tilts"}, other_poses),
+    "edge": (
+        "pad",
+        {"particles": "placed", "tomograms": "tomogram", "box_size": 20},
+        lambda base, changed: len(column(base, "ngScore")) == 12 and len(column(changed, "ngScore")) == 13,
+    ),
+    "coordinate_pixel_size_angst": (16.3, {"particles": "placed", "tomograms": "tomogram", "box_size": 20, "edge": "pad"}, other_poses),
     "split": ("tomogram", {}, other_halves),
     "seed": (5, {"split": "particle"}, other_halves),
     # two folders hold particles of the same names
@@ -208,6 +218,8 @@ SETTINGS = {
     "max_bad": (0, {"particles": "one_bad"}, "at most 0"),
 }
 ELSEWHERE = {
+    "tomograms": "tests/test_extraction.py",
+    "box_size": "tests/test_extraction.py",
     "gpus": "tests/cli/test_bad_input.py",
     "procs_per_gpu": "tests/cli/test_bad_input.py",
     "cpu_procs": "tests/e2e/test_determinism.py",
@@ -284,6 +296,33 @@ def sets(tmp_path_factory):
     write_particles(lists["numbered"], dataclasses.replace(particles, names=names, source=None), to="stopgap")
     rows = "".join(f"{tomogram} {tilt}\n" for tomogram in range(1, 6) for tilt in (-30, 0, 50))
     lists["wedges"].write_text(f"data_stopgap_wedgelist\nloop_\n_tomo_num\n_tilt_angle\n{rows}")
+    # volumes that the list has angles of their axes for, and does not say that they are cut along them
+    lists["with_axes"] = folder / "with_axes.star"
+    axed = gemmi.cif.read(str(made.start))
+    loop = axed.find_block("particles").find_loop("_rlnAngleRot").get_loop()
+    loop.add_columns(["_rlnTomoSubtomogramRot", "_rlnTomoSubtomogramTilt", "_rlnTomoSubtomogramPsi"], "20")
+    axed.write_file(str(lists["with_axes"]))
+    # the same in one tomogram, and a place at its edge
+    tomogram = np.zeros((20, 60, 80), np.float32)
+    places = []
+    for i in range(12):
+        x, y = 20 * (i % 4), 20 * (i // 4)
+        tomogram[:, y : y + 20, x : x + 20] = mrcfile.read(folder / "subtomo" / f"particle_{i + 1:05d}.mrc")
+        places.append((x + 10, y + 10, 10))
+    lists["tomogram"] = write("tomogram.mrc", tomogram)
+    columns = read_particles(made.start)
+    angles = matrix_to_relion(columns.poses.rotations)
+    rows = [f"tomogram {x} {y} {z} {' '.join(f'{a:.4f}' for a in angles[i % 12])}" for i, (x, y, z) in enumerate([*places, (78, 50, 10)])]
+    labels = ["rlnMicrographName", *(f"rlnCoordinate{axis}" for axis in "XYZ"), "rlnAngleRot", "rlnAngleTilt", "rlnAnglePsi"]
+    lists["placed"] = folder / "placed.star"
+    optics = "data_optics\nloop_\n_rlnOpticsGroup\n_rlnImagePixelSize\n1 16\n\n"
+    lists["placed"].write_text(optics + "data_particles\nloop_\n" + "".join(f"_{label}\n" for label in labels) + "\n".join(rows) + "\n")
+    images = "".join(f"0 {tilt} 0 25000 0\n" for tilt in range(-30, 51, 4))
+    lists["tilts"] = folder / "tilts.star"
+    lists["tilts"].write_text(
+        "data_global\nloop_\n_rlnTomoName\n_rlnTomoTiltSeriesPixelSize\n_rlnTomoHand\ntomogram 4 1\n\ndata_tomogram\nloop_\n"
+        "_rlnTomoXTilt\n_rlnTomoYTilt\n_rlnTomoZRot\n_rlnDefocusU\n_rlnMicrographPreExposure\n" + images
+    )
     return type("Sets", (), lists)
 
 
@@ -319,7 +358,7 @@ def test_setting_counts(name, sets, base_run, align_here, tmp_path):
     }
     if name == "invert_contrast" or name == "mask":
         settings["initial_lowpass_angst"] = 60.0
-    for key in ("particles", "reference"):
+    for key in {"particles", "reference", "tomograms", "tilts"} & settings.keys():
         settings[key] = str(getattr(sets, settings[key]))
     base = base_run(settings)
     changed = dict(settings)

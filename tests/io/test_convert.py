@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -226,6 +227,21 @@ def test_what_is_lost_is_one_warning(shared, tmp_path):
     assert lines[1].endswith("out.star: 284 particles, RELION 3.1 STAR")
 
 
+@pytest.mark.parametrize("says", [False, True])
+def test_how_volumes_stand_can_be_said(tmp_path, says):
+    """Volumes cut straight lose nothing with subtomogram angles; turned ones can have poses of their own."""
+    path = relion4_list(tmp_path / "p.star", says)
+    straight = convert(path, tmp_path / "straight.star", "--to", "relion31", "--volume-axes", "tomogram", "--poses", "volume")
+    assert straight.exit_code == 0 and "turned" not in straight.output
+    turned = convert(path, tmp_path / "turned.star", "--to", "relion31", "--volume-axes", "subtomogram", "--poses", "volume")
+    assert turned.exit_code == 0 and "that volumes are turned" in turned.output
+    for (sub, part, _), straight_pose, pose in zip(
+        CASES, *(read_particles(tmp_path / f"{name}.star", require_volumes=False).poses.rotations for name in ("straight", "turned")), strict=True
+    ):
+        np.testing.assert_allclose(pose, euler(*part), atol=1e-6)
+        np.testing.assert_allclose(straight_pose, euler(*sub) @ euler(*part), atol=1e-6)
+
+
 def test_angles_of_no_turn_are_no_loss(tmp_path):
     """Subtomogram angles that are all zero turn nothing, and nothing is warned of."""
     cases = [((0.0, 0.0, 0.0), part, origin) for _, part, origin in CASES]
@@ -251,6 +267,35 @@ def test_coordinates_of_unknown_size(shared, tmp_path):
     assert result.exit_code == 0, result.output
     centre = (np.array([4000, 4001, 1200]) / 2 - 1) * 2.0
     np.testing.assert_allclose(columns_of(tmp_path / "d.star", *CENTRED), rows[:, 23:26] * 4 - centre, atol=1e-5)
+
+
+@pytest.mark.parametrize("middle", ["pytom", "dynamo", "stopgap", "av3", "warp"])
+@pytest.mark.parametrize("last", ["relion4", "relion5"])
+def test_places_come_back_with_a_file_of_tomograms(lists, tmp_path, middle, last):
+    """Voxels of the particles (8 A) become those of the tilt series (2 A) again, by way of any list, and stay so when read again."""
+    path, out = tmp_path / f"m{ {'pytom': '.xml', 'dynamo': '.tbl', 'av3': '.em'}.get(middle, '.star') }", tmp_path / "out.star"
+    assert convert(lists / "relion5.star", path, "--to", middle, "--tomograms", lists / "tomograms.star").exit_code == 0
+    if middle not in ("pytom", "warp"):  # these have numbers for names
+        text = (lists / "tomograms.star").read_text()
+        (tmp_path / "t.star").write_text(re.sub(r"^01(\s)", r"1\1", re.sub(r"^12e3(\s)", r"2\1", text, flags=re.M), flags=re.M))
+    else:
+        (tmp_path / "t.star").write_text((lists / "tomograms.star").read_text())
+    result = convert(path, out, "--to", last, "--pixel-size", PIXEL, "--tomograms", tmp_path / "t.star")
+    assert result.exit_code == 0, result.output
+    expected = judged(lists / "relion4.star", "relion4")[2]
+    np.testing.assert_allclose(judged_without_axes(out, last)[2], expected, atol=1e-4)
+    assert convert(out, tmp_path / "again.tbl", *(("--tomograms", tmp_path / "t.star") if last == "relion5" else ())).exit_code == 0
+    rows = np.loadtxt(tmp_path / "again.tbl")
+    np.testing.assert_allclose((rows[:, 23:26] + rows[:, 3:6]) * PIXEL / SERIES_PIXEL, expected, atol=1e-4)
+
+
+def test_coordinates_that_may_count_anything_are_warned_of(lists, tmp_path):
+    """A RELION 3.1 list does not say what its coordinates count."""
+    text = (lists / "relion31.star").read_text()
+    assert "rlnTomoTiltSeriesPixelSize" in text
+    (tmp_path / "p.star").write_text(text.replace("rlnTomoTiltSeriesPixelSize", "rlnNothing"))
+    result = convert(tmp_path / "p.star", tmp_path / "out.star", "--to", "relion5", "--tomograms", lists / "tomograms.star")
+    assert result.exit_code == 0 and "does not say which voxels its coordinates count; those of the tilt series are taken (2 A" in result.output
 
 
 @pytest.mark.parametrize(("source", "target"), [

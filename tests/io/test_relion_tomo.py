@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from numba_glocal.errors import GlocalError, ListError
+from numba_glocal.errors import GlocalError, InputError, ListError
 from numba_glocal.geometry import rotvec_to_matrix
 from numba_glocal.io import read_particles, write_particles
 from numba_glocal.values import Poses
@@ -84,6 +84,33 @@ def test_average_of_a_relion_4_list(tmp_path, cut_by_relion):
     assert alike(average[inside], blobs_at(BLOBS)[inside]) > 0.99
     for label in (*ANGLES, *ORIGINS, *SUBTOMOGRAM):
         assert of_cif(tmp_path / "run" / "particles.star", label) == of_cif(path, label)
+
+
+@pytest.mark.parametrize("says", [False, True])
+def test_how_volumes_stand_can_be_said(tmp_path, says):
+    """A list that says the opposite of how its volumes were cut: wrong as it stands, right with the option; its angles stay."""
+    path = relion4_list(tmp_path / "p.star", says)
+    for i, (sub, part, origin) in enumerate(CASES):
+        inside = blobs_at(BLOBS @ euler(*part).T - np.array(origin))
+        save(tmp_path / f"sub/{i}_data.mrc", in_tomogram(sub, part, origin) if says else inside)
+    axis = np.arange(BOX) - BOX // 2
+    inside = axis[:, None, None] ** 2 + axis[:, None] ** 2 + axis**2 < 8**2
+    assert alike(average_of(path, tmp_path / "wrong")[inside], blobs_at(BLOBS)[inside]) < 0.9
+    average = average_of(path, tmp_path / "run", volume_axes="tomogram" if says else "subtomogram")
+    assert alike(average[inside], blobs_at(BLOBS)[inside]) > 0.99
+    for label in (*ANGLES, *ORIGINS, *SUBTOMOGRAM):
+        assert of_cif(tmp_path / "run" / "particles.star", label) == of_cif(path, label)
+
+
+def test_axes_that_the_list_does_not_give(tmp_path, shared):
+    path = relion4_list(tmp_path / "p.star", False)
+    path.write_text(path.read_text().replace("rlnTomoSubtomogram", "rlnOther"))
+    with pytest.raises(InputError, match="--volume-axes subtomogram: no column _rlnTomoSubtomogramRot"):
+        read_particles(path, require_volumes=False, volume_axes="subtomogram")
+    with pytest.raises(InputError, match="stacks of 2-D images, which stand as the tomogram"):
+        read_particles(shared / "data/relion5-2d-stacks/particles.star", require_volumes=False, volume_axes="subtomogram")
+    with pytest.raises(InputError, match="a Dynamo table takes no --volume-axes"):
+        read_particles(shared / "data/lists/dynamo_35col.tbl", require_volumes=False, volume_axes="tomogram")
 
 
 @pytest.mark.parametrize("cut_by_relion", [False, True])
@@ -310,7 +337,9 @@ def test_position_is_coordinate_minus_origin(tmp_path):
     """Field case 23: coordinate 50, origin 10 A, 2 A a pixel: 45."""
     columns = {**dict.fromkeys(PLACES, ["50"]), "rlnOriginXAngst": ["10"], "rlnOriginYAngst": ["0"], "rlnOriginZAngst": ["-4"]}
     np.testing.assert_allclose(one_particle(tmp_path / "p.star", columns).positions_voxels(), [[45, 50, 52]])
-    columns = {**columns, "rlnTomoName": ["t.tomostar"]}  # Warp: voxels of the image, 8 A
+    columns = {**columns, "rlnTomoName": ["t.tomostar"]}  # a RELION 4 list of volumes from Warp's tomograms
+    np.testing.assert_allclose(one_particle(tmp_path / "p.star", columns).positions_voxels(), [[45, 50, 52]])
+    columns = {**columns, "rlnTomoVisibleFrames": ["[1,1]"]}  # Warp's 2-D stacks: voxels of the image, 8 A
     np.testing.assert_allclose(one_particle(tmp_path / "p.star", columns).positions_voxels(), [[50 - 10 / 8, 50, 50.5]])
 
 

@@ -140,7 +140,7 @@ class Silent:
         pass
 
 
-def average_of(path, output):
+def average_of(path, output, **options):
     """What `average` makes of a list, within this process."""
     from numba_glocal.execution.executors import make_executor
     from numba_glocal.execution.tasks import start_worker
@@ -149,7 +149,7 @@ def average_of(path, output):
     from numba_glocal.results import RunFolder
     from numba_glocal.settings import AverageSettings
 
-    settings = AverageSettings(str(path), str(output), normalise=False, weighting="ctf")
+    settings = AverageSettings(str(path), str(output), normalise=False, weighting="ctf", **options)
     job, folder = prepare_job(settings), RunFolder(output)
     folder.create(settings, [])
     with make_executor(0, initializer=start_worker) as executor:

@@ -25,7 +25,7 @@ from ..protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLe
 from . import gemm, kernels
 from .memory import free_bytes, halve_until_it_fits, release_unused
 from .pool import Pool
-from .product import ProductSearch, product_us
+from .product import ProductSearch, shift_turns, ways
 from .scratch import Scratch
 from .search import TILE_ROTATIONS, coefficient_table, launch, shift_groups
 from .store import MAX_SLOTS, Masking, ParticleStore
@@ -89,7 +89,8 @@ class CUDABackend:
     share : int
         Processes that share the GPU.
     precision : str
-        "half": searches may use the tensor cores in half precision where that is faster; "single": never. Refinement is single in both.
+        Of searches. "half": on the tensor cores in half precision where that is faster; "fp8": there in FP8 where that is faster still;
+        "single": never on them. The candidates kept are scored again in single precision, and refinement is single in all.
     """
 
     name = "cuda"
@@ -97,6 +98,8 @@ class CUDABackend:
     def __init__(self, memory_bytes: int | None = None, share: int = 1, precision: str = "half") -> None:
         self.precision = precision
         self.device = device_name()
+        if precision == "fp8" and not gemm.eight_available():
+            raise DeviceError(f"--gpu-precision fp8 needs a GPU of compute capability 8.9 or later and cuBLAS, here: {self.device}; use half")
         free = free_bytes()
         self.memory_bytes = min(memory_bytes, free // share) if memory_bytes else free // share
         self.scratch = Scratch(min(2 << 30, int(self.memory_bytes * _SCRATCH_SHARE)))
@@ -226,7 +229,7 @@ class CUDASearchSession:
 
     # -- search ------------------------------------------------------------------------------------------------------
 
-    def _line_band(self, k_max: float) -> tuple[lines.LineBand, Any, Any, Any, Any, Any, Any]:
+    def _line_band(self, k_max: float) -> tuple[lines.LineBand, Any, Any, Any, Any, Any, Any, Any]:
         band = lines.line_band(k_max, self.setup.k_min)
         if k_max not in self._lines:
             self._lines[k_max] = (
@@ -236,6 +239,7 @@ class CUDASearchSession:
                 cuda.to_device(band.line_start),
                 cuda.to_device(band.line_length),
                 cuda.to_device(band.plane_start),
+                cuda.to_device(np.ascontiguousarray(band.lattice, np.int32).ravel()),
             )
         return (band, *self._lines[k_max])
 
@@ -257,14 +261,11 @@ class CUDASearchSession:
         """Scores every rotation and shift of the level around every start; keeps the best that are apart."""
         self._loaded_pool()
         grid, n = self.setup.grid, self._n
-        band, points, radius, point_weight, line_start, line_length, plane_start = self._line_band(min(level.k_max, float(self._reach)))
+        band, *layout = self._line_band(min(level.k_max, float(self._reach)))
         size = (grid.pixel_size_angst, grid.box_size, n)
         cube = lines.shift_cube(float(angst_to_voxels(level.shift_radius_angst, *size)), float(angst_to_voxels(level.shift_step_angst, *size)))
-        templates, powers, matrices = self._level_templates(level, band, points)
-        top = int(math.floor(band.k_max + 1e-6))
-        coefficients = cuda.to_device(coefficient_table(cube.steps, cube.step_voxels, n, top))
-        groups = shift_groups(cube.steps, _ball_radius2(cube))
-        entries = [cuda.to_device(group.entries()) for group in groups]
+        templates, powers, matrices = self._level_templates(level, band, layout[0])
+        turns = cuda.to_device(shift_turns(cube, n))
         used = starts.scores > -np.inf
         used[~self._usable] = False
         result = no_candidates(len(self._slots), level.keep)
@@ -289,11 +290,8 @@ class CUDASearchSession:
                 level,
                 band,
                 cube,
-                (points, radius, point_weight, line_start, line_length, plane_start),
+                (*layout, turns),
                 (templates, powers, matrices),
-                coefficients,
-                groups,
-                entries,
                 result,
             )
             return last
@@ -315,13 +313,10 @@ class CUDASearchSession:
         cube: lines.ShiftCube,
         layout: tuple[Any, ...],
         bank: tuple[Any, ...],
-        coefficients: Any,
-        groups: Any,
-        entries: list[Any],
         result: Candidates,
     ) -> None:
         setup, grid, n = self.setup, self.setup.grid, self._n
-        points, radius, point_weight, line_start, line_length, plane_start = layout
+        points, radius, point_weight, line_start, line_length, plane_start, lattice, turns = layout
         templates, powers, matrices = bank
         size = (grid.pixel_size_angst, grid.box_size, n)
         items, rotations = len(p_of), len(level.rotations)
@@ -363,7 +358,7 @@ class CUDASearchSession:
             den_weight,
         )
         den = scratch.array("den2", (items, rotations), np.float32)
-        den_products(powers, den_weight, den, self.backend.precision == "half")
+        den_products(powers, den_weight, den, self.backend.precision != "single")
         priors = [] if self._prior is None else [self._prior.of(int(p), self._mask_mean_square) for p in p_of]
         weighted = bool(np.isfinite(setup.max_shift_angst)) or self._unmasked or any(prior.shift_weight > 0 for prior in priors[:1])
         if weighted:
@@ -384,11 +379,12 @@ class CUDASearchSession:
         device_multiplier, device_bias = cuda.to_device(multiplier), cuda.to_device(bias)
         best = scratch.array("best", (items, rotations), np.float32)
         best_shift = scratch.array("best shift", (items, rotations), np.int32)
-        tensor = self._half_search(level, band, cube, templates, powers, items)
-        if tensor is not None:
-            tensor.run(columns_2d, items, Weighting(weighted, device_multiplier, device_bias), best, best_shift, scratch)
+        narrow = self._narrow_search(level, band, cube, templates, powers, lattice, items)
+        if narrow is not None:
+            narrow.run(columns_2d, items, Weighting(weighted, device_multiplier, device_bias), best, best_shift, scratch)
         else:
-            for group, rows in zip(groups, entries, strict=True):
+            coefficients = cuda.to_device(coefficient_table(cube.steps, cube.step_voxels, n, top))
+            for group in shift_groups(cube.steps, _ball_radius2(cube)):
                 launch(
                     group,
                     top,
@@ -405,7 +401,7 @@ class CUDASearchSession:
                         band.n_pairs,
                         rotations,
                         items,
-                        rows,
+                        cuda.to_device(group.entries()),
                         int(weighted),
                         device_multiplier,
                         device_bias,
@@ -419,17 +415,20 @@ class CUDASearchSession:
         kind = 0 if setup.score == "ml" else 1
         factor = np.float32(self._flcf_factor() if self._unmasked else 1.0)
         kernels.finish_scores[(-(-rotations // 128), items), 128](best, den, power, kind, factor)
+        device_losses = cuda.to_device(np.zeros((1, 1), np.float32))
         if priors:
             losses = np.stack([prior.angle_loss(start_rotations[i] @ level.rotations) for i, prior in enumerate(priors)])
-            kernels.take_off[(-(-rotations // 128), items), 128](best, cuda.to_device(losses.astype(np.float32)))
+            device_losses = cuda.to_device(losses.astype(np.float32))
+            kernels.take_off[(-(-rotations // 128), items), 128](best, device_losses)
         first = np.searchsorted(p_of, part).astype(np.int32)
+        device_first = cuda.to_device(first)
         count = np.diff(np.append(first, items)).astype(np.int32)
         chosen = cuda.device_array((len(part), level.keep), np.int32)
         chosen_score = cuda.device_array((len(part), level.keep), np.float32)
         min_trace = np.float32(1.0 + 2.0 * math.cos(math.radians(level.separation_deg)))
         kernels.choose[len(part), kernels.CHOOSE_THREADS](
             best,
-            cuda.to_device(first),
+            device_first,
             cuda.to_device(count),
             device_starts,
             matrices,
@@ -439,7 +438,31 @@ class CUDASearchSession:
             chosen,
             chosen_score,
         )
+        if narrow is not None:
+            kernels.score_chosen[(len(part), level.keep), kernels.REDUCE_THREADS](
+                templates,
+                columns_2d,
+                lattice,
+                turns,
+                device_first,
+                rotations,
+                best_shift,
+                int(weighted),
+                device_multiplier,
+                device_bias,
+                den,
+                power,
+                kind,
+                factor,
+                device_losses,
+                int(bool(priors)),
+                chosen,
+                chosen_score,
+            )
         rows, found = chosen.copy_to_host(), chosen_score.copy_to_host()
+        if narrow is not None and level.keep > 1:
+            order = np.argsort(np.where(rows >= 0, -found, np.inf), axis=1, kind="stable")
+            rows, found = np.take_along_axis(rows, order, 1), np.take_along_axis(found, order, 1)
         shift_rows = best_shift.copy_to_host()
         valid = rows >= 0
         where = np.nonzero(valid)
@@ -451,22 +474,24 @@ class CUDASearchSession:
         result.shifts_angst[at] = start_angst[item] + np.einsum("wij,wj->wi", start_rotations[item], offset_angst)
         result.scores[at] = found[where]
 
-    def _half_search(
-        self, level: SearchLevel, band: lines.LineBand, cube: lines.ShiftCube, templates: Any, powers: Any, items: int
+    def _narrow_search(
+        self, level: SearchLevel, band: lines.LineBand, cube: lines.ShiftCube, templates: Any, powers: Any, lattice: Any, items: int
     ) -> TensorSearch | ProductSearch | None:
-        """The level in half precision, the faster way for so many work items; None where half is not allowed or the GPU has no tensor cores."""
-        if self.backend.precision != "half" or not available():
+        """The level on the tensor cores, the fastest way for so many work items; None where that is not allowed or the GPU has none."""
+        if self.backend.precision == "single" or not available():
             return None
         rotations, largest2 = len(level.rotations), _ball_radius2(cube)
-        by_product = product_us(band, len(cube.inside), rotations, items) < tensor_us(band, cube, largest2, rotations, items)
-        key = (level.rotations.tobytes(), band.k_max, cube.steps, cube.step_voxels, by_product)
+        way = min(ways(self.backend.precision), key=lambda way: way.microseconds(band, len(cube.inside), rotations, items), default=None)
+        if way is not None and way.microseconds(band, len(cube.inside), rotations, items) > tensor_us(band, cube, largest2, rotations, items):
+            way = None
+        key = (level.rotations.tobytes(), band.k_max, cube.steps, cube.step_voxels, way)
         found = self._tensor.get(key)
         if found is None:
             inverse_sigma2 = self._mean_inverse_sigma2  # a balance of numbers only: every column is scaled by itself
             found = (
-                ProductSearch.make(band, cube, self._n, templates, powers, rotations, inverse_sigma2)
-                if by_product
-                else TensorSearch.make(band, cube, largest2, self._n, templates, powers, rotations, inverse_sigma2)
+                TensorSearch.make(band, cube, largest2, self._n, templates, powers, rotations, inverse_sigma2)
+                if way is None
+                else ProductSearch.make(way, band, cube, self._n, templates, powers, rotations, lattice, inverse_sigma2)
             )
             self._tensor.put(key, found, found.bytes_held)
         return found
@@ -643,7 +668,7 @@ class CUDASearchSession:
         out.log_likelihood[p] = likelihood[winners] * self._mask_mean_square
         np.add.at(out.steps, p_of, taken)
         self._covariances(out, p, rotations[winners], shifts[winners], sums[winners])
-        self._margins(out, order, winners, p_of, rotations, shifts, objective)
+        self._margins(out, winners, p_of, rotations, shifts, objective)
         den = np.maximum(sums[winners, 28], 1e-30)
         if self.setup.score == "ml":
             out.scores[p] = likelihood[winners]
@@ -661,11 +686,10 @@ class CUDASearchSession:
     ) -> None:
         grid, n = self.setup.grid, self._n
         unit_angst = float(voxels_to_angst(n / (2.0 * np.pi), grid.pixel_size_angst, grid.box_size, n))
-        equations = [unpack_normal_equations(row) for row in sums]
+        hessians, gradients = unpack_normal_equations(sums)
         if self._prior is not None:
-            for i, (hessian, gradient) in enumerate(equations):
-                add_prior(hessian, gradient, self._prior.of(int(p[i]), self._mask_mean_square), rotations[i], shifts[i], unit_angst)
-        hessians = np.array([hessian for hessian, _ in equations])
+            for i in range(len(p)):
+                add_prior(hessians[i], gradients[i], self._prior.of(int(p[i]), self._mask_mean_square), rotations[i], shifts[i], unit_angst)
         frames = np.zeros((len(p), 6, 6))
         frames[:, :3, :3], frames[:, 3:, 3:] = rotations, rotations * unit_angst
         good = np.linalg.matrix_rank(hessians, hermitian=True) == 6
@@ -676,7 +700,6 @@ class CUDASearchSession:
     def _margins(
         self,
         out: PoseEstimates,
-        order: NDArray[np.intp],
         winners: NDArray[np.intp],
         p_of: NDArray[np.intp],
         rotations: NDArray[np.float64],
@@ -686,15 +709,13 @@ class CUDASearchSession:
         """Log-odds of the best pose over the next one that is another pose."""
         winner_of = np.full(len(self._slots), -1)
         winner_of[p_of[winners]] = winners
-        pixel = self.setup.grid.binned_pixel_size_angst
-        limit = 1.0 + 2.0 * math.cos(math.radians(1.0))
-        for item in order:
-            p = p_of[item]
-            best = winner_of[p]
-            if item == best or np.isfinite(out.margin[p]):
-                continue
-            if float((rotations[best] * rotations[item]).sum()) < limit or float(np.linalg.norm(shifts[item] - shifts[best])) > pixel:
-                out.margin[p] = (likelihood[best] - likelihood[item]) * self._mask_mean_square
+        best = winner_of[p_of]
+        traces = np.einsum("wij,wij->w", rotations[best], rotations)
+        apart = traces < 1.0 + 2.0 * math.cos(math.radians(1.0))
+        apart |= np.linalg.norm(shifts - shifts[best], axis=1) > self.setup.grid.binned_pixel_size_angst
+        apart[winners] = False
+        behind = (likelihood[best] - likelihood) * self._mask_mean_square
+        np.minimum.at(out.margin, p_of[apart], behind[apart])
 
     # -- residuals ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from numba import cuda, float32, float64, int32, int64, uint64
 
-from .vector import bits_float, float_bits, load2, load4, store_half2, store_half4
+from .vector import bits_float, float_bits, load2, load4, store_half2, store_half4, store_narrow4
 
 N_SUMS = 29
 REFINE_THREADS = 256
@@ -32,6 +32,7 @@ DENOMINATOR_SCALE = float(1 << 30)
 
 _jit = cuda.jit(fastmath=True, cache=True)
 _device = cuda.jit(device=True, fastmath=True, inline=True, cache=True)
+_called = cuda.jit(device=True)  # the compiler inlines it; Numba doing so would take longer to compile than all the rest
 _ONE, _SIXTH = float32(1.0), float32(1.0 / 6.0)
 
 
@@ -433,7 +434,7 @@ def band_power(
         out[p] = shared[0]
 
 
-@_device
+@_called
 def _accumulate(
     reference,
     c,
@@ -557,7 +558,7 @@ def _accumulate(
         acc[20] += f2 * uz
 
 
-@_device
+@_called
 def _solve6(h, g, x):
     """x = H^-1 g by Gaussian elimination with pivoting on a 6 x 7 system in float64; False if singular."""
     for i in range(6):
@@ -584,7 +585,7 @@ def _solve6(h, g, x):
     return True
 
 
-@_device
+@_called
 def _unpack(sums, damping, h, g):
     """Hessian (damped on its diagonal) and gradient from the sums."""
     k = 0
@@ -604,7 +605,7 @@ def _unpack(sums, damping, h, g):
         g[i] = sums[21 + i]
 
 
-@_device
+@_called
 def _limited(sums, damping, away, limit, h, g, x):
     """The Newton step whose shift stays in a ball (`cpu.limited_step`); False if the system is singular."""
     _unpack(sums, damping, h, g)
@@ -635,7 +636,7 @@ def _limited(sums, damping, away, limit, h, g, x):
     return True
 
 
-@_device
+@_called
 def _exp(v0, v1, v2, out):
     """Rotation matrix (9,) of a rotation vector, by Rodrigues' formula."""
     angle = math.sqrt(v0 * v0 + v1 * v1 + v2 * v2)
@@ -1017,8 +1018,8 @@ def float_sums(sums, numerator, denominator):
 
 
 @_jit
-def column_scales(columns, root, size, out):
-    """1 / root mean square of each work item's column after division by `root`; a block an item, threads in a fixed order.
+def column_scales(columns, root, size, scale, out):
+    """`scale` / root mean square of each work item's column after division by `root`; a block an item, threads in a fixed order.
 
     Parameters
     ----------
@@ -1026,6 +1027,7 @@ def column_scales(columns, root, size, out):
         ``[pair][re +z, im +z, re -z, im -z]``.
     root : (size // 2,) float32
         Square root of 1 / sigma2 at each sample.
+    scale : float32
     out : (w,) float32
     """
     shared = cuda.shared.array(REDUCE_THREADS, float32)
@@ -1043,71 +1045,100 @@ def column_scales(columns, root, size, out):
         cuda.syncthreads()
         step //= 2
     if tid == 0:
-        out[w] = float32(1.0) / math.sqrt(shared[0] / float32(size) + float32(1e-30))
+        out[w] = scale / math.sqrt(shared[0] / float32(size) + float32(1e-30))
+
+
+@_device
+def _phases(x, y, z, turns, t, sign):
+    """cos and sin of ``sign 2 pi (x, y, z).turns[t]`` and of the same at -z."""
+    flat = x * turns[t, 0] + y * turns[t, 1]
+    along = z * turns[t, 2]
+    p, q = flat + along, flat - along
+    p -= math.floor(p + float32(0.5))
+    q -= math.floor(q + float32(0.5))
+    p, q = sign * float32(2.0 * math.pi) * p, sign * float32(2.0 * math.pi) * q
+    return math.cos(p), math.sin(p), math.cos(q), math.sin(q)
 
 
 @_jit
-def half_columns(columns, root, scales, depth, out):
-    """Columns in half precision, whitened by `root` and scaled to unit root mean square; a thread a pair of samples.
+def narrow_columns(columns, root, scales, lattice, turns, first, n_shifts, wide, depth, out):
+    """Particles' columns for the matrix product, shifted the other way than a reference would be: rows ``(shift - first) * wide + item``.
+
+    A thread takes a pair of samples of one item; those past the last sample and past the last item write zeros.
 
     Parameters
     ----------
-    columns : (w, size) float32, root : (size // 2,) float32, scales : (w,) float32
-    depth : int
-        Length of a row of `out`, at least size; the rest is left alone.
-    out : (w * depth,) float16
+    columns : (w, 4 p) float32
+        ``[pair][re +z, im +z, re -z, im -z]``.
+    root : (2 p,) float32
+        Square root of 1 / sigma2 at every sample.
+    scales : (w,) float32
+        What each item is multiplied by, after division by `root`.
+    lattice : (2 p * 3,) int32
+        n = (x, y, z) of every sample.
+    turns : (shifts, 3) float32
+        ``step m / box`` of every trial shift: a sample's phase is ``2 pi n.turns``.
+    first, n_shifts : int
+        Shifts of this tile.
+    wide, depth : int
+        Items and samples with padding, multiples of 4.
+    out : (rows * depth,) float16, or uint8 for FP8
     """
     i, w = cuda.grid(1), cuda.blockIdx.y
-    if i < root.shape[0] // 2:
-        a, b = scales[w] / root[2 * i], scales[w] / root[2 * i + 1]
-        store_half4(out, w * depth + 4 * i, a * columns[w, 4 * i], a * columns[w, 4 * i + 1], b * columns[w, 4 * i + 2], b * columns[w, 4 * i + 3])
+    if 4 * i >= depth:
+        return
+    r0, i0, r1, i1 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+    x, y, z = float32(0.0), float32(0.0), float32(0.0)
+    if w < columns.shape[0] and i < root.shape[0] // 2:
+        u, v = scales[w] / root[2 * i], scales[w] / root[2 * i + 1]
+        r0, i0, r1, i1 = u * columns[w, 4 * i], u * columns[w, 4 * i + 1], v * columns[w, 4 * i + 2], v * columns[w, 4 * i + 3]
+        x, y, z = float32(lattice[6 * i]), float32(lattice[6 * i + 1]), float32(lattice[6 * i + 2])
+    for t in range(n_shifts):
+        cp, sp, cq, sq = _phases(x, y, z, turns, first + t, float32(1.0))
+        store_narrow4(out, (t * wide + w) * depth + 4 * i, r0 * cp - i0 * sp, r0 * sp + i0 * cp, r1 * cq - i1 * sq, r1 * sq + i1 * cq)
 
 
 @_jit
-def half_templates(templates, n_pairs, lattice, root, turns, first, n_shifts, n_rotations, scale, depth, out):
-    """Rotated *and* shifted references in half precision: rows ``(shift - first) * n_rotations + rotation``.
+def narrow_templates(templates, n_pairs, lattice, root, turns, first, n_shifts, n_rotations, scale, depth, out):
+    """Rotated and shifted references for the matrix product: rows ``(shift - first) * n_rotations + rotation``.
+
+    A thread takes a pair of samples of one rotation; those past the last sample write zeros.
 
     Parameters
     ----------
     templates : as `fill_templates` leaves them.
-    lattice : (2 p * 3,) int32
-        n = (x, y, z) of every sample.
-    root : (2 p,) float32
-    turns : (shifts, 3) float32
-        ``step m / box`` of every trial shift: a sample's phase is ``-2 pi n.turns``.
-    first, n_shifts : int
-        Shifts of this tile.
+    lattice, root, turns, first, n_shifts : as in `narrow_columns`
+        A reference's phase is ``-2 pi n.turns``.
     scale : float32
     depth : int
-        Length of a row.
-    out : (rows * depth,) float16
+        Length of a row, a multiple of 4.
+    out : (rows * depth,) float16, or uint8 for FP8
     """
     i, a = cuda.grid(1), cuda.blockIdx.y
-    if i >= n_pairs:
+    if 4 * i >= depth:
         return
-    r0, i0, r1, i1 = load4(templates, (((a // 16) * n_pairs + i) * 16 + a % 16) * 4)
-    u, v = scale * root[2 * i], scale * root[2 * i + 1]
-    r0, i0, r1, i1 = u * r0, u * i0, v * r1, v * i1
-    x, y, z = float32(lattice[6 * i]), float32(lattice[6 * i + 1]), float32(lattice[6 * i + 2])
+    r0, i0, r1, i1 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+    x, y, z = float32(0.0), float32(0.0), float32(0.0)
+    if i < n_pairs:
+        r0, i0, r1, i1 = load4(templates, (((a // 16) * n_pairs + i) * 16 + a % 16) * 4)
+        u, v = scale * root[2 * i], scale * root[2 * i + 1]
+        r0, i0, r1, i1 = u * r0, u * i0, v * r1, v * i1
+        x, y, z = float32(lattice[6 * i]), float32(lattice[6 * i + 1]), float32(lattice[6 * i + 2])
     for t in range(n_shifts):
-        flat = x * turns[first + t, 0] + y * turns[first + t, 1]
-        along = z * turns[first + t, 2]
-        p, q = flat + along, flat - along
-        p -= math.floor(p + float32(0.5))
-        q -= math.floor(q + float32(0.5))
-        p, q = float32(-2.0 * math.pi) * p, float32(-2.0 * math.pi) * q
-        cp, sp, cq, sq = math.cos(p), math.sin(p), math.cos(q), math.sin(q)
-        store_half4(out, (t * n_rotations + a) * depth + 4 * i, r0 * cp - i0 * sp, r0 * sp + i0 * cp, r1 * cq - i1 * sq, r1 * sq + i1 * cq)
+        cp, sp, cq, sq = _phases(x, y, z, turns, first + t, float32(-1.0))
+        store_narrow4(out, (t * n_rotations + a) * depth + 4 * i, r0 * cp - i0 * sp, r0 * sp + i0 * cp, r1 * cq - i1 * sq, r1 * sq + i1 * cq)
 
 
 @_jit
-def best_of_tile(products, items, first, n_shifts, n_rotations, shift_rows, scales, factor, weighted, multiplier, bias, best, best_shift):
+def best_of_tile(
+    products, by_shift, by_rotation, first, n_shifts, n_rotations, shift_rows, scales, factor, weighted, multiplier, bias, best, best_shift
+):
     """Running best over the shifts of a tile; a thread a work item and rotation, items side by side.
 
     Parameters
     ----------
-    products : (rows * items,) float32
-        Row ``t * n_rotations + a``; `items` includes padding.
+    products : flat float32
+        Of shift t, rotation a and item w at ``(t - first) * by_shift + a * by_rotation + w``.
     first, n_shifts : int
         Shifts of the tile; with `first` 0 the best starts anew.
     shift_rows : (shifts,) int32
@@ -1124,8 +1155,9 @@ def best_of_tile(products, items, first, n_shifts, n_rotations, shift_rows, scal
     if first > 0:
         top, where = best[w, a], best_shift[w, a]
     back = float32(1.0) / (scales[w] * factor)
+    at = a * by_rotation + w
     for t in range(n_shifts):
-        value = products[(t * n_rotations + a) * items + w] * back
+        value = products[at + t * by_shift] * back
         row = shift_rows[first + t]
         if weighted:
             value = value * multiplier[w, row] + bias[w, row]
@@ -1136,11 +1168,80 @@ def best_of_tile(products, items, first, n_shifts, n_rotations, shift_rows, scal
 
 
 @_jit
-def clear(array):
-    """Zeroes a flat array; a thread an element."""
-    i = cuda.grid(1)
-    if i < array.shape[0]:
-        array[i] = 0
+def score_chosen(
+    templates,
+    columns,
+    lattice,
+    turns,
+    first,
+    n_rotations,
+    best_shift,
+    weighted,
+    multiplier,
+    bias,
+    den,
+    power,
+    kind,
+    factor,
+    loss,
+    lossy,
+    chosen,
+    score,
+):
+    """Scores of chosen candidates in single precision, as `finish_scores` makes them; a block a candidate, threads in a fixed order.
+
+    Parameters
+    ----------
+    templates : as `fill_templates` leaves them.
+    columns : (w, 4 p) float32
+    lattice : (2 p * 3,) int32
+    turns : (cube rows, 3) float32
+        ``step m / box`` of every row of the shift cube.
+    first : (p,) int32
+        First work item of each particle.
+    best_shift : (w, a) int32
+        Rows of the shift cube.
+    weighted, multiplier, bias : as in the search kernels.
+    den : (w, a) float32, power : (w,) float32, kind, factor : as in `finish_scores`.
+    loss : (w, a) float32, lossy : int
+        Taken off where `lossy`.
+    chosen : (p, keep) int32
+        As from `choose`.
+    score : (p, keep) float32
+        Written where something was chosen.
+    """
+    shared = cuda.shared.array(REDUCE_THREADS, float32)
+    p, place, tid = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
+    row = chosen[p, place]
+    if row < 0:
+        return
+    w, a = first[p] + row // n_rotations, row % n_rotations
+    shift = best_shift[w, a]
+    n_pairs = columns.shape[1] // 4
+    total = float32(0.0)
+    for i in range(tid, n_pairs, REDUCE_THREADS):
+        x, y, z = float32(lattice[6 * i]), float32(lattice[6 * i + 1]), float32(lattice[6 * i + 2])
+        cp, sp, cq, sq = _phases(x, y, z, turns, shift, float32(-1.0))
+        r0, i0, r1, i1 = load4(templates, (((a // 16) * n_pairs + i) * 16 + a % 16) * 4)
+        total += (r0 * cp - i0 * sp) * columns[w, 4 * i] + (r0 * sp + i0 * cp) * columns[w, 4 * i + 1]
+        total += (r1 * cq - i1 * sq) * columns[w, 4 * i + 2] + (r1 * sq + i1 * cq) * columns[w, 4 * i + 3]
+    shared[tid] = total
+    cuda.syncthreads()
+    step = REDUCE_THREADS // 2
+    while step > 0:
+        if tid < step:
+            shared[tid] += shared[tid + step]
+        cuda.syncthreads()
+        step //= 2
+    if tid == 0:
+        value = shared[0]
+        if weighted:
+            value = value * multiplier[w, shift] + bias[w, shift]
+        d = max(den[w, a], float32(1e-30))
+        value = float32(2.0) * value - d if kind == 0 else value / math.sqrt(d * power[w]) * factor
+        if lossy:
+            value -= loss[w, a]
+        score[p, place] = value
 
 
 @_jit

@@ -28,7 +28,7 @@ from .transform import Scratch, Transform
 from .weights import WeightVolumes
 
 MAX_SLOTS = 1 << 17
-_MAX_BATCH = 64
+_MAX_BATCH, _MAX_READ = 256, 64
 _BUFFER_BYTES = 32 << 20
 _MAX_READERS = 16
 _REASONS = {prepare.NOT_FINITE: NOT_FINITE, prepare.CONSTANT: CONSTANT}
@@ -117,7 +117,7 @@ class ParticleStore:
     Attributes
     ----------
     batch : int
-        Most particles at once.
+        Most particles at once: few launches for those that are here. Reading goes on in smaller parts.
     work
         Arrays of the present batch.
     stream
@@ -127,7 +127,7 @@ class ParticleStore:
     def __init__(self, grid: Grid, weights: WeightVolumes, volume_bytes: int, work_bytes: int, share: int = 1) -> None:
         self.grid, self.n, self.weights = grid, grid.binned_box_size, weights
         size = self.n**3
-        batch = min(_MAX_BATCH, work_bytes // _Work.bytes_of(self.n), _BUFFER_BYTES // (4 * size))
+        batch = min(_MAX_BATCH, work_bytes // _Work.bytes_of(self.n))
         self.work = halve_until_it_fits(lambda b: _Work(self.n, b), max(1, batch), 1, "particles at once")
         self.batch = int(self.work.raw.shape[0])
         capacity = max(self.batch, min(volume_bytes // (4 * size), MAX_SLOTS))
@@ -136,7 +136,8 @@ class ParticleStore:
         self.stream = cuda.stream()
         self.cube = Transform(self.n, self.n // 2 - 1, False)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.reader = Reader(self.n, self.batch, max(2, min(_MAX_READERS, cores // share)), weights)
+        read = max(1, min(self.batch, _MAX_READ, _BUFFER_BYTES // (4 * size)))
+        self.reader = Reader(self.n, read, max(2, min(_MAX_READERS, cores // share)), weights)
         self._outside: dict[float, tuple[Any, int]] = {}
 
     def batches(self, particles: ParticleBatch, wanted: Sequence[int], bad: list[tuple[int, str]]) -> Iterator[Resident]:

@@ -265,6 +265,7 @@ def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape) -> str:
 
     A block's warps share what they multiply: its tiles of rotations and particles, and the rows of the units, come through shared memory
     stage by stage. The copies of the next stage are on their way while one is used. Code is kept short: it has to fit the instruction cache.
+    Names are few too, and `keep_best` a function of its own: Numba takes longer over a text than in proportion to its names and statements.
     """
     sums = [f"{x}_{y}_{part}" for x, y in group for part in range(n_shifts((x, y)))]
     depth, threads, stage, tiles = shape.depth, shape.threads, shape.stage_words, shape.rows + shape.items
@@ -273,7 +274,30 @@ def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape) -> str:
         "from numba import cuda, float32, int32, int64, uint64",
         "",
         "from numba_glocal.backends.cuda.kernels import ordered_score",
-        "from numba_glocal.backends.cuda.vector import copy_async, jit_for_blocks, load4, load_words4, multiply_tile, wait_for_copies",
+        "from numba_glocal.backends.cuda.vector import add_scaled4, copy_async, jit_for_blocks, load4, load_words4, multiply_tile, wait_for_copies",
+        "",
+        "",
+        "@cuda.jit(device=True, fastmath=True)",
+        "def keep_best(shared, tid, z, item, rotation, entries, first_row, largest2, scales, factor, weighted, multiplier, bias, best):",
+        "    top, where = float32(-1e38), int32(0)",
+        "    back = float32(1.0) / (scales[item] * factor)",
+        "    for e in range(entries.shape[0] // 8):",
+        "        place, further, s1, s2 = load4(entries, 8 * e)",
+        "        s3, row_xy, radius2, spare = load4(entries, 8 * e + 4)",
+        "        if radius2 <= largest2[z]:",
+        f"            own = tid + int32(place) * int32({threads})",
+        "            value = shared[own]",
+        "            if further > 0:",
+        f"                value += s1 * shared[own + {threads}]",
+        "            if further > 1:",
+        f"                value += s2 * shared[own + {2 * threads}] + s3 * shared[own + {3 * threads}]",
+        "            value *= back",
+        "            cube_row = int32(row_xy) + first_row[z]",
+        "            if weighted:",
+        "                value = value * multiplier[item, cube_row] + bias[item, cube_row]",
+        "            if value > top:",
+        "                top, where = value, cube_row",
+        "    cuda.atomic.max(best, (item, rotation), ordered_score(top, where))",
         "",
         "",
         f"@jit_for_blocks({threads}, {shape.blocks})",
@@ -292,9 +316,10 @@ def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape) -> str:
             text(f"s{tile} = min(row_tile0 + {tile}, row_tiles - 1) * int64(chunks) * {_WORDS}")
         else:
             text(f"s{tile} = z * int64(column_size) + min(item_tile0 + {tile - shape.rows}, item_tiles - 1) * int64(chunks) * {_WORDS}")
-    for corner in range(4):
-        for name in sums:
-            text(f"p{corner}_{name} = float32(0.0)")
+    # each sum is a tuple, of the four pairs of a rotation and a particle that a thread has
+    text("zeros = (float32(0.0), float32(0.0), float32(0.0), float32(0.0))")
+    for name in sums:
+        text(f"p_{name} = zeros")
     text(f"own_a = (warp % int32({shape.rows})) * int32({depth * _WORDS}) + lane * int32(4)")
     text(f"own_b = (int32({shape.rows}) + warp // int32({shape.rows})) * int32({depth * _WORDS}) + lane * int32(4)")
     text("n_stages = stages.shape[0] // 4")
@@ -362,22 +387,20 @@ def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape) -> str:
         re, im = 2 * part_row, 2 * part_row + 1
         text(f"sr{corner}, si{corner} = g{tile}{re} + h{tile}{re}, g{tile}{im} + h{tile}{im}")
         text(f"dr{corner}, di{corner} = g{tile}{re} - h{tile}{re}, g{tile}{im} - h{tile}{im}")
+    for name in ("sr", "si", "dr", "di"):
+        text(f"{name} = ({', '.join(f'{name}{corner}' for corner in range(4))})")
     for x, y in group:
         cx, cy = 2 * phases.index((0, x)) if x else 0, 2 * phases.index((1, y)) if y else 0
         if x and y:
-            text(f"q0, q1, q2, q3 = k{cx} * k{cy}, k{cx} * k{cy + 1}, k{cx + 1} * k{cy}, k{cx + 1} * k{cy + 1}")
-            parts = [("q0", "sr"), ("q1", "di"), ("q2", "si"), ("q3", "dr")]
+            parts = [(f"k{cx} * k{cy}", "sr"), (f"k{cx} * k{cy + 1}", "di"), (f"k{cx + 1} * k{cy}", "si"), (f"k{cx + 1} * k{cy + 1}", "dr")]
         elif x:
             parts = [(f"k{cx}", "sr"), (f"k{cx + 1}", "si")]
         elif y:
             parts = [(f"k{cy}", "sr"), (f"k{cy + 1}", "di")]
         else:
-            parts = []
-        for corner in range(4):
-            if not parts:
-                text(f"p{corner}_{x}_{y}_0 += sr{corner}")
-            for part, (factor, value) in enumerate(parts):
-                text(f"p{corner}_{x}_{y}_{part} += {factor} * {value}{corner}")
+            parts = [("float32(1.0)", "sr")]
+        for part, (factor, value) in enumerate(parts):
+            text(f"p_{x}_{y}_{part} = add_scaled4(p_{x}_{y}_{part}, {factor}, {value})")
     text.depth = 1
     text("cuda.syncthreads()")
     for corner in range(4):
@@ -386,29 +409,8 @@ def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape) -> str:
         text("if rotation < best.shape[1] and item < best.shape[0]:")
         text.depth = 2
         for place, name in enumerate(sums):
-            text(f"shared[tid + {place * threads}] = p{corner}_{name}")
-        text("top, where = float32(-1e38), int32(0)")
-        text("back = float32(1.0) / (scales[item] * factor)")
-        text("for e in range(entries.shape[0] // 8):")
-        text.depth = 3
-        text("place, further, s1, s2 = load4(entries, 8 * e)")
-        text("s3, row_xy, radius2, spare = load4(entries, 8 * e + 4)")
-        text("if radius2 <= largest2[z]:")
-        text.depth = 4
-        text(f"own = tid + int32(place) * int32({threads})")
-        text("value = shared[own]")
-        text("if further > 0:")
-        text(f"value += s1 * shared[own + {threads}]", 1)
-        text("if further > 1:")
-        text(f"value += s2 * shared[own + {2 * threads}] + s3 * shared[own + {3 * threads}]", 1)
-        text("value *= back")
-        text("cube_row = int32(row_xy) + first_row[z]")
-        text("if weighted:")
-        text("value = value * multiplier[item, cube_row] + bias[item, cube_row]", 1)
-        text("if value > top:")
-        text("top, where = value, cube_row", 1)
-        text.depth = 2
-        text("cuda.atomic.max(best, (item, rotation), ordered_score(top, where))")
+            text(f"shared[tid + {place * threads}] = p_{name}[{corner}]")
+        text("keep_best(shared, tid, z, item, rotation, entries, first_row, largest2, scales, factor, weighted, multiplier, bias, best)")
         text.depth = 1
     return str(text)
 
@@ -577,7 +579,7 @@ class TensorSearch:
         best : (items, n_rotations) float32, best_shift : (items, n_rotations) int32, set by this function
         """
         scales = scratch.array("column scales", items, np.float32)
-        kernels.column_scales[items, kernels.REDUCE_THREADS](columns, self.root, 4 * self.band.n_pairs, scales)
+        kernels.column_scales[items, kernels.REDUCE_THREADS](columns, self.root, 4 * self.band.n_pairs, np.float32(1.0), scales)
         tile_bytes = self.planes * self.chunks.count * 4 * _WORDS
         part = max(1, scratch.part_bytes // tile_bytes) * _ITEMS
         for first in range(0, items, part):

@@ -30,6 +30,8 @@ if config.ENABLE_CUDASIM:
         """Four floats as half precision to ``index .. index + 3`` of a flat float16 array; `index` must be a multiple of 4."""
         array[index], array[index + 1], array[index + 2], array[index + 3] = a, b, c, d
 
+    store_narrow4 = store_half4
+
     def load_words4(array: Any, index: int) -> tuple[Any, Any, Any, Any]:
         """Elements ``index .. index + 3`` of a flat int32 array; `index` must be a multiple of 4."""
         return array[index], array[index + 1], array[index + 2], array[index + 3]
@@ -39,6 +41,10 @@ if config.ENABLE_CUDASIM:
         raise NotImplementedError("the simulator has no tensor cores")
 
     copy_async = wait_for_copies = multiply_tile
+
+    def add_scaled4(sums: Any, factor: Any, values: Any) -> tuple[Any, Any, Any, Any]:
+        """``sums + factor * values`` of tuples of four."""
+        return tuple(a + factor * b for a, b in zip(sums, values, strict=True))
 
     def float_bits(value: Any) -> Any:
         """The bits of a float32 as int32."""
@@ -97,6 +103,25 @@ else:
     def store_half4(typingctx, array, index, a, b, c, d):
         return types.void(array, types.intp, *[types.float32] * 4), _make_store_half(4)
 
+    def _store_eight4(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, value=args[0]).data
+        single, word = ir.FloatType(), ir.IntType(32)
+        asm = ir.InlineAsm(
+            ir.FunctionType(word, [single] * 4),
+            "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }",
+            "=r,f,f,f,f",
+            side_effect=False,
+        )
+        pointer = builder.bitcast(builder.gep(data, [args[1]]), word.as_pointer(data.type.addrspace))
+        builder.store(builder.call(asm, args[2:]), pointer, align=4)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def store_narrow4(typingctx, array, index, a, b, c, d):
+        """Four floats to ``index .. index + 3`` of a flat float16 array, or as FP8 (e4m3, what is too large becomes 448) of a uint8 array."""
+        eight = array.dtype == types.uint8
+        return types.void(array, types.intp, *[types.float32] * 4), _store_eight4 if eight else _make_store_half(4)
+
     def _make_cast(source: Any, target: Any, kind: Any) -> Any:
         @intrinsic
         def cast(typingctx, value):
@@ -145,6 +170,20 @@ else:
         f, i = types.float32, types.int32
         return result(f, f, f, f, i, i, i, i, i, i), codegen
 
+    @intrinsic
+    def add_scaled4(typingctx, sums, factor, values):
+        """``sums + factor * values`` of tuples of four floats: one name and one statement, where eight would take far longer to compile."""
+        four = types.UniTuple(types.float32, 4)
+
+        def codegen(context, builder, signature, args):
+            parts = []
+            for i in range(4):
+                product = builder.fmul(args[1], builder.extract_value(args[2], i))
+                parts.append(builder.fadd(builder.extract_value(args[0], i), product))
+            return context.make_tuple(builder, four, parts)
+
+        return four(four, types.float32, four), codegen
+
     def _make_instruction(text: str) -> Any:
         @intrinsic
         def instruction(typingctx):
@@ -186,6 +225,7 @@ else:
 
 
 __all__ = [
+    "add_scaled4",
     "bits_float",
     "copy_async",
     "cuda",
@@ -197,5 +237,6 @@ __all__ = [
     "multiply_tile",
     "store_half2",
     "store_half4",
+    "store_narrow4",
     "wait_for_copies",
 ]

@@ -1,0 +1,139 @@
+"""The types with which every kernel is launched, for compiling ahead of the first launch. A missing or wrong row costs time, nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from numba.cuda.types import float16, float32, float64, int16, int32, int64, uint8, uint64
+
+from . import kernels, prepare
+
+_f, _i32, _i64, _d, _h = float32[::1], int32[::1], int64[::1], float64[::1], float16[::1]
+_f2, _i2, _d2 = float32[:, ::1], int32[:, ::1], float64[:, ::1]
+_f3 = float32[:, :, ::1]
+_n = int64
+_WEIGHTS = (_f, _n, _i32)
+
+KERNELS: dict[str, tuple[Any, ...]] = {
+    "contract": (_f, _n, _n, _n, _n, _f, _n, _n, _n, _n, _f, _n, _n, _n, _n, _n, _n),
+    "turn": (_f, _n, _i32, _n, *_WEIGHTS, _n, _f2, _i32, _f, _f2, _f, _i32, _f, _f, _f, _f2, _f2, _f2, _f2),
+    "fill_templates": (_f, _n, _f, _f2, _f, _f2),
+    "products": (_f2, _f2, _f2),
+    "finish_scores": (_f2, _f2, _f, _n, float32),
+    "take_off": (_f2, _f2),
+    "choose": (_f2, _i32, _i32, _f2, _f2, float32, _n, _f3, _i2, _f2),
+    "band_power": (_f, _n, _i32, _i32, *_WEIGHTS, _i32, _i32, _f2, _i32, _f, _f2, _i32, _d),
+    "refine": (
+        *(_f, _n, _n, _f, _n, _i32, _i32, int16[::1], *_WEIGHTS, _i32, _i32, _f2, _i32, _f, _f2, _f, _i32, _f),
+        *(_d2, _d2, _d2, float64, _n, float64, float64, float64, _d2, _i32),
+    ),
+    "residual_power": (
+        *(_f, _n, _n, float32, _f, _n, _i32, _i32, int16[::1], *_WEIGHTS, _i32, _i32, _i32, _f, _f, _i32, _f, _f),
+        *(_f2, _f2, _f3, _f3, _f3),
+    ),
+    "column_scales": (_f2, _f, _n, float32, _f),
+    "narrow_columns": (_f2, _f, _f, _i32, _f2, _n, _n, _n, _n, _h),
+    "narrow_templates": (_f, _n, _i32, _f, _f2, _n, _n, _n, float32, _n, _h),
+    "best_of_tile": (_f, _n, _n, _n, _n, _n, _i32, _f, float32, _n, _f2, _f2, _f2, _i2),
+    "score_chosen": (_f, _f2, _i32, _f2, _i32, _n, _i2, _n, _f2, _f2, _f2, _f, _n, float32, _f2, _n, _i2, _f2),
+    "pack_rotated": (_f, _n, _i32, _f, _n, float32, _h),
+    "pack_columns": (_f, _n, _i32, _f, _f, _f, _f, _h),
+    "clear_sums": (int64[:, ::1],),
+    "float_sums": (int64[:, ::1], _f, _f),
+    "clear_best": (uint64[:, ::1],),
+    "unpack_best": (uint64[:, ::1], _f2, _i2),
+    "insert": (int64[:, ::1], _n, _n, _f, _n, _i32, _i32, int16[::1], *_WEIGHTS, _i32, _i32, _f2, _i32, _f, _f2, _f, _i32, _f2, _f2, _f),
+}
+"""Of `kernels`."""
+
+PREPARE: dict[str, tuple[Any, ...]] = {
+    "particle_facts": (_f2, _f, _n, _n, _n, float32, _f2, _i32),
+    "place_volumes": (_f2, _f2, _i32, _f),
+    "volume_levels": (_f, _i32, _f, _n, _f),
+    "mask_volumes": (_f, _i32, _f, _f, _f2),
+    "gather_volumes": (_f, _i32, _f2),
+}
+"""Of `prepare`."""
+
+SEARCH: tuple[Any, ...] = (_f, _f, _i64, _i64, _i64, _f, _n, _n, _n, _n, _i2, _n, _f2, _f2, _f2, _i2)
+"""Of `search.search_kernel`."""
+
+TENSOR: tuple[Any, ...] = (_i32, _i32, _n, _i32, _i32, _n, _n, _n, _f, _i32, _f, _f, float32, _n, _f2, _f2, uint64[:, ::1])
+"""Of `tensor.search_kernel`."""
+
+_LONGEST = ("refine", "residual_power", "turn", "particle_facts", "contract", "insert", "choose", "fill_templates", "products")
+_STEPS = (3, 2, 1)
+_WIDE_STEPS = (4, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A kernel to compile.
+
+    Attributes
+    ----------
+    name : str
+        For people.
+    kernel : dispatcher
+    types : tuple
+        Of its arguments.
+    """
+
+    name: str
+    kernel: Any
+    types: tuple[Any, ...]
+
+
+def longest() -> Job:
+    """The kernel that takes longest: the first of `jobs`, without the imports of the others."""
+    return Job(_LONGEST[0], getattr(kernels, _LONGEST[0]), KERNELS[_LONGEST[0]])
+
+
+def jobs(precision: str) -> tuple[list[Job], list[Job]]:
+    """What a warm-up needs, and what some runs need after it; each the longest first, and no kernel twice.
+
+    Two processes that compile one kernel for different types at once may take the same file name in the JIT cache: Numba has no lock there.
+
+    Parameters
+    ----------
+    precision : str
+        Of searches: "half", "fp8" or "single".
+    """
+    types_of = KERNELS
+    if precision == "fp8":
+        types_of = KERNELS | {name: (*KERNELS[name][:-1], uint8[::1]) for name in ("narrow_columns", "narrow_templates")}
+    fixed = [Job(name, getattr(kernels, name), types) for name, types in types_of.items()]
+    fixed += [Job(name, getattr(prepare, name), types) for name, types in PREPARE.items()]
+    fixed.sort(key=lambda job: _LONGEST.index(job.name) if job.name in _LONGEST else len(_LONGEST))
+    searches = _search_jobs if precision == "single" else _tensor_jobs
+    near = searches(_STEPS)
+    held = {job.name for job in near}
+    return [longest(), *near, *fixed[1:]], [job for job in searches(_WIDE_STEPS) if job.name not in held]
+
+
+def _ball(steps: int) -> float:
+    """Squared radius, in steps, of the ball of a cube of so many steps (`backend._ball_radius2`)."""
+    return float(steps * steps) + 0.5
+
+
+def _search_jobs(all_steps: tuple[int, ...]) -> list[Job]:
+    from . import search
+
+    return [
+        Job(f"search {steps}.{group.first}", search.search_kernel(group), SEARCH)
+        for steps in all_steps
+        for group in search.shift_groups(steps, _ball(steps))
+    ]
+
+
+def _tensor_jobs(all_steps: tuple[int, ...]) -> list[Job]:
+    from . import tensor
+
+    found = {}
+    for steps in all_steps:
+        for z in range(steps + 1):
+            for group in tensor.disc_groups(_ball(steps) - z * z):
+                name = f"tensor {group[0][0]},{group[0][1]} {sum(map(tensor.n_shifts, group))}"
+                found[name] = Job(name, tensor.search_kernel(group, tensor.SHAPE), TENSOR)
+    return sorted(found.values(), key=lambda job: -int(job.name.split()[-1]))

@@ -1,0 +1,128 @@
+"""`convert` from and to optimisation sets: names lead to the right files, wherever the new set stands, as gemmi reads them."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from click.testing import CliRunner
+
+from numba_glocal.cli.main import main
+from numba_glocal.io import read_particles
+
+gemmi = pytest.importorskip("gemmi")
+
+TOMOGRAMS = "data_global\nloop_\n_rlnTomoName\n_rlnTomoSizeX\n_rlnTomoSizeY\n_rlnTomoSizeZ\n_rlnTomoTiltSeriesPixelSize\nt1 400 300 200 2.0\n"
+PARTICLES = """# version 50001
+
+data_optics
+loop_
+_rlnOpticsGroup
+_rlnImagePixelSize
+_rlnTomoTiltSeriesPixelSize
+1 4.0 2.0
+
+data_particles
+loop_
+_rlnTomoName
+_rlnCenteredCoordinateXAngst
+_rlnCenteredCoordinateYAngst
+_rlnCenteredCoordinateZAngst
+_rlnOpticsGroup
+_rlnImageName
+t1 10 20 30 1 a.mrc
+t1 -10 2 3 1 b.mrc
+"""
+SET = """# version 50001
+
+data_
+
+_rlnTomoParticlesFile   Refine/job1/run_data.star
+_rlnTomoTomogramsFile   Tomograms/tomograms.star
+_rlnTomoTrajectoriesFile "motion of frames.star"
+_rlnTomoManifoldsFile   ""
+_rlnOther 7
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    project = tmp_path / "project"
+    for folder in ("Refine/job1", "Tomograms", "new"):
+        (project / folder).mkdir(parents=True)
+    (project / "Refine/job1/run_data.star").write_text(PARTICLES)
+    (project / "Refine/job1/set.star").write_text(SET)
+    (project / "Refine/job1/motion of frames.star").write_text("data_\n")
+    (project / "Tomograms/tomograms.star").write_text(TOMOGRAMS)
+    monkeypatch.chdir(project)
+    return project
+
+
+def convert(*arguments, code=0):
+    done = CliRunner().invoke(main, ["convert", *map(str, arguments)], prog_name="numba-glocal")
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def pairs(path):
+    block = gemmi.cif.read(str(path))[0]
+    return {item.pair[0]: gemmi.cif.as_string(item.pair[1]) for item in block if item.pair is not None}
+
+
+def test_a_set_gives_a_set(project):
+    convert("Refine/job1/set.star", "new/particles.star")
+    # the motion file is found beside the old set only
+    assert pairs("new/particles_optimisation_set.star") == {
+        "_rlnTomoParticlesFile": "new/particles.star",
+        "_rlnTomoTomogramsFile": "Tomograms/tomograms.star",
+        "_rlnTomoTrajectoriesFile": "Refine/job1/motion of frames.star",
+        "_rlnTomoManifoldsFile": "",
+        "_rlnOther": "7",
+    }
+    again = read_particles("new/particles_optimisation_set.star", require_volumes=False)
+    assert again.source.document.path == str(project / "new/particles.star") or again.source.document.path == "new/particles.star"
+    assert again.coordinates.as_voxels()[0].tolist() == [199 + 5, 149 + 10, 99 + 15]
+    assert "particles_optimisation_set.star" in convert("Refine/job1/set.star", "new/particles.star", "--overwrite")
+
+
+def test_from_elsewhere_names_are_whole(project, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    convert(project / "Refine/job1/set.star", "p.star", "--to", "relion4")
+    found = pairs("p_optimisation_set.star")
+    assert found["_rlnTomoParticlesFile"] == "p.star" and found["_rlnTomoTomogramsFile"] == str(project / "Tomograms/tomograms.star")
+    assert read_particles("p_optimisation_set.star", require_volumes=False).coordinates.as_voxels()[1].tolist() == [199 - 5, 149 + 1, 99 + 1.5]
+
+
+def test_other_lists_have_none(project):
+    convert("Refine/job1/set.star", "new/p31.star", "--to", "relion31")
+    convert("Refine/job1/run_data.star", "new/plain.star")
+    assert sorted(path.name for path in (project / "new").iterdir()) == ["p31.star", "plain.star"]
+
+
+def test_one_that_is_asked_for(project):
+    convert("Refine/job1/run_data.star", "new/p.star", "--tomograms", "Tomograms/tomograms.star", "--optimisation-set", "new/s.star")
+    assert pairs("new/s.star") == {"_rlnTomoParticlesFile": "new/p.star", "_rlnTomoTomogramsFile": "Tomograms/tomograms.star"}
+    assert len(gemmi.cif.read("new/s.star")) == 1  # no flag of stacks
+    assert len(read_particles("new/s.star", require_volumes=False)) == 2
+
+
+def test_refusals(project):
+    base = ("Refine/job1/run_data.star", "new/p.star")
+    assert "expected --tomograms" in convert(*base, "--optimisation-set", "new/s.star", code=2)
+    assert "goes into none; expected --to relion4 or relion5" in convert("Refine/job1/set.star", "p.tbl", "--optimisation-set", "s.star", code=2)
+    (project / "new/s.star").write_text("mine")
+    more = ("--tomograms", "Tomograms/tomograms.star", "--optimisation-set", "new/s.star")
+    assert "exists already" in convert(*base, *more, code=2)
+    assert not (project / "new/p.star").exists() and (project / "new/s.star").read_text() == "mine"
+    assert "expected another file" in convert(*base, "--tomograms", "Tomograms/tomograms.star", "--optimisation-set", "new/p.star", code=2)
+
+
+def test_stacks_stay_stacks(shared, tmp_path):
+    folder = tmp_path / "s"
+    shutil.copytree(shared / "data/relion5-2d-stacks", folder)
+    (tmp_path / "out").mkdir()
+    convert(folder / "optimisation_set.star", tmp_path / "out/list.star")
+    found = read_particles(tmp_path / "out/list_optimisation_set.star", require_volumes=False)
+    assert found.stacks is not None and found.stacks.tomograms_path.samefile(folder / "tomograms.star") and len(found) == 40
