@@ -15,7 +15,7 @@ from .backends.protocols import Candidates, ParticleBatch, PoseEstimates, Search
 from .noise import GroupResiduals, NoiseModels, ResidualPower, add_residuals, held_in_average
 from .pose_prior import PosePrior
 from .sampling import local_rotations, rotations_for_increment
-from .symmetry import group_rotations, in_asymmetric_unit
+from .symmetry import angle_modulo_deg, group_rotations, in_asymmetric_unit
 
 SEEDS = 4
 """Candidates kept between levels that do not reach the full band."""
@@ -184,6 +184,8 @@ class ChunkResult:
     residuals : dict of group to ResidualPower
         At those poses.
     bad : list of (index, reason)
+    other_mode : (p, 2) float64
+        What the other mode adds to the variances along one axis, squared radians and squared Angstrom; 0 where there is none, or no search.
     """
 
     rotations: NDArray[np.float64]
@@ -191,6 +193,7 @@ class ChunkResult:
     estimates: PoseEstimates | None
     residuals: GroupResiduals
     bad: list[tuple[int, str]]
+    other_mode: NDArray[np.float64]
 
 
 def align_chunk(
@@ -233,10 +236,10 @@ def align_chunk(
     bad = session.load(particles, prior)
     usable = ~unusable(bad, len(particles.keys))
     starts = rotations, shifts_angst, anchor_angst
-    out_rotations, out_shifts, estimates = _find_poses(session, usable, *starts, levels, refine, plan, evidence, most_steps)
+    out_rotations, out_shifts, estimates, other_mode = _find_poses(session, usable, *starts, levels, refine, plan, evidence, most_steps)
     residuals = session.residuals(out_rotations, out_shifts)
     session.unload()
-    return ChunkResult(out_rotations, out_shifts, estimates, residuals, bad)
+    return ChunkResult(out_rotations, out_shifts, estimates, residuals, bad, other_mode)
 
 
 def _find_poses(
@@ -250,8 +253,8 @@ def _find_poses(
     plan: SearchPlan | None,
     evidence: float,
     most_steps: int = MAX_STEPS,
-) -> tuple[NDArray[np.float64], NDArray[np.float64], PoseEstimates | None]:
-    """Poses of the particles that a session has loaded, level by level and refined."""
+) -> tuple[NDArray[np.float64], NDArray[np.float64], PoseEstimates | None, NDArray[np.float64]]:
+    """Poses of the particles that a session has loaded, level by level and refined; and `ChunkResult.other_mode`."""
     everywhere = plan is not None and plan.everywhere
     candidates = as_candidates(np.broadcast_to(np.eye(3), rotations.shape) if everywhere else rotations, shifts_angst)
     relaxes = plan is not None and plan.relaxed != "C1"
@@ -265,13 +268,46 @@ def _find_poses(
     if levels:
         candidates = drop_copies(drop_unlikely(candidates, evidence), "C1" if plan is None else plan.symmetry, levels[-1].separation_deg)
     found = candidates.scores[:, 0] > -np.inf
-    estimates = None
+    estimates, other_mode = None, np.zeros((len(rotations), 2))
     if refine:
         estimates = session.refine(candidates, anchor_angst, most_steps)
         new_rotations, new_shifts = estimates.rotations, estimates.shifts_angst
+        if levels and evidence > 0.0:
+            group = "C1" if plan is None else plan.relaxed if relaxes else plan.symmetry
+            other_mode = other_modes(candidates, estimates, group)
     else:
         new_rotations, new_shifts = candidates.rotations[:, 0], candidates.shifts_angst[:, 0]
-    return np.where(found[:, None, None], new_rotations, rotations), np.where(found[:, None], new_shifts, shifts_angst), estimates
+    return np.where(found[:, None, None], new_rotations, rotations), np.where(found[:, None], new_shifts, shifts_angst), estimates, other_mode
+
+
+def other_modes(candidates: Candidates, estimates: PoseEstimates, symmetry: str) -> NDArray[np.float64]:
+    """Mean square distance along one axis (squared radians, squared Angstrom) of a particle's true pose from the one found, by its other mode.
+
+    Parameters
+    ----------
+    candidates : Candidates
+        Those that were refined; of the two the one farther from the pose found stands for the other mode, as it was before the refinement.
+    estimates : PoseEstimates
+        `margin` gives the other mode the probability ``1 / (1 + exp(margin))``.
+    symmetry : str
+        Of the reference, or the one that is relaxed: modes that it makes equal are no distance apart.
+
+    Returns
+    -------
+    (p, 2) float64
+    """
+    out = np.zeros((len(estimates.rotations), 2))
+    known = np.isfinite(estimates.margin)
+    if candidates.scores.shape[1] < 2 or not known.any():
+        return out
+    found = estimates.rotations[known, None]
+    angle = np.deg2rad(angle_modulo_deg(found, candidates.rotations[known, :2], symmetry))
+    distance = np.linalg.norm(candidates.shifts_angst[known, :2] - estimates.shifts_angst[known, None], axis=-1)
+    square = np.stack([angle**2, distance**2], axis=-1)
+    farther = np.argmax(angle, axis=1)
+    probability = 1.0 / (1.0 + np.exp(np.clip(estimates.margin[known], 0.0, 700.0)))
+    out[known] = probability[:, None] * np.take_along_axis(square, farther[:, None, None], axis=1)[:, 0] / 3.0
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +395,7 @@ def align_classes(
             session = open_session(c)
             bad = session.load(particles, prior)
             usable = ~unusable(bad, size)
-            out_rotations[c], out_shifts[c], estimates = _find_poses(
+            out_rotations[c], out_shifts[c], estimates, _ = _find_poses(
                 session, usable, rotations[c], shifts_angst[c], anchor_angst, levels, True, plan, evidence
             )
             session.unload()

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.spatial.transform import Rotation
 
+_AT_ONCE = 4096
+
 
 def relion_to_matrix(angles_deg: ArrayLike) -> NDArray[np.float64]:
     """Rotation matrices from RELION angles.
@@ -27,12 +29,15 @@ def relion_to_matrix(angles_deg: ArrayLike) -> NDArray[np.float64]:
         ``R``.
     """
     angles = np.deg2rad(np.asarray(angles_deg, dtype=np.float64))
-    (ca, cb, cc), (sa, sb, sc) = np.moveaxis(np.cos(angles), -1, 0), np.moveaxis(np.sin(angles), -1, 0)
     matrix = np.empty((*angles.shape[:-1], 3, 3))
-    # rows of R are columns of Rz(rot) Ry(tilt) Rz(psi)
-    matrix[..., 0, 0], matrix[..., 0, 1], matrix[..., 0, 2] = ca * cb * cc - sa * sc, sa * cb * cc + ca * sc, -sb * cc
-    matrix[..., 1, 0], matrix[..., 1, 1], matrix[..., 1, 2] = -ca * cb * sc - sa * cc, ca * cc - sa * cb * sc, sb * sc
-    matrix[..., 2, 0], matrix[..., 2, 1], matrix[..., 2, 2] = ca * sb, sa * sb, cb
+    every, rows = angles.reshape(-1, 3), matrix.reshape(-1, 9)
+    for first in range(0, len(every), _AT_ONCE):  # what long lists need in between stays in the processor's cache
+        (ca, cb, cc), (sa, sb, sc) = (function(every[first : first + _AT_ONCE].T) for function in (np.cos, np.sin))
+        part = rows[first : first + _AT_ONCE].T
+        # rows of R are columns of Rz(rot) Ry(tilt) Rz(psi)
+        part[0], part[1], part[2] = ca * cb * cc - sa * sc, sa * cb * cc + ca * sc, -sb * cc
+        part[3], part[4], part[5] = -ca * cb * sc - sa * cc, ca * cc - sa * cb * sc, sb * sc
+        part[6], part[7], part[8] = ca * sb, sa * sb, cb
     return matrix
 
 

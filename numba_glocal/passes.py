@@ -317,7 +317,17 @@ class ClassesAligned:
 
 
 class Aligned:
-    """Results of one pass over both halves, put back in the list's order."""
+    """Results of one pass over both halves, put back in the list's order.
+
+    Attributes
+    ----------
+    state : RunState
+        With the new poses and what is known of them; uncertainties are those of the mode found.
+    residuals : dict of half to GroupResiduals
+    numerator, denominator : (n,) float64
+    other_mode : (n, 2) float64
+        `alignment.ChunkResult.other_mode`.
+    """
 
     def __init__(self, state: RunState) -> None:
         self.state = replace(
@@ -331,6 +341,7 @@ class Aligned:
         )
         self.residuals: dict[int, GroupResiduals] = {half: {} for half in HALVES}
         self.numerator, self.denominator = np.zeros(len(state.scores)), np.zeros(len(state.scores))
+        self.other_mode = np.zeros((len(state.scores), 2))
 
     def take(self, task: AlignTask, result: ChunkResult) -> None:
         """Adds one chunk's result."""
@@ -338,6 +349,7 @@ class Aligned:
         state.poses.rotations[rows] = result.rotations
         state.poses.shifts_angst[rows] = result.shifts_angst
         add_residuals(self.residuals[task.chunk.half], result.residuals)
+        self.other_mode[rows] = result.other_mode
         if result.estimates is not None:
             estimates = result.estimates
             self.numerator[rows], self.denominator[rows] = estimates.numerator, estimates.denominator
@@ -350,6 +362,12 @@ class Aligned:
             variance = np.maximum(np.diagonal(estimates.covariances, axis1=1, axis2=2), 0.0)
             state.angle_sigma_deg[rows] = np.where(unusable, np.nan, np.rad2deg(np.sqrt(variance[:, :3].mean(1))))
             state.shift_sigma_angst[rows] = np.where(unusable, np.nan, np.sqrt(variance[:, 3:].mean(1)))
+
+    def add_to_sigmas(self, other_mode: NDArray[np.float64]) -> None:
+        """Uncertainties become those of the whole posterior: `other_mode` (n, 2) is what a search has seen beside the mode found."""
+        state = self.state
+        state.angle_sigma_deg = np.hypot(state.angle_sigma_deg, np.rad2deg(np.sqrt(other_mode[:, 0])))
+        state.shift_sigma_angst = np.hypot(state.shift_sigma_angst, np.sqrt(other_mode[:, 1]))
 
 
 def gpu_sum_chunk(box_size: int) -> int:

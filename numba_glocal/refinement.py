@@ -109,9 +109,11 @@ class Refinement:
         noise = self.passes.fit_noise(looked.residuals, state.k_max, state.gains)
         aligned = self.passes.align(f"{name}: align", state, references, noise, state.k_max, plan, True)
         noise = self.passes.fit_noise(aligned.residuals, state.k_max, self.passes.fit_gains(aligned, noise))
+        other_mode = aligned.other_mode
         if number <= _REFITS:
             aligned = self.passes.align(f"{name}: refine", aligned.state, references, noise, state.k_max, None, True)
             noise = self.passes.fit_noise(aligned.residuals, state.k_max, self.passes.fit_gains(aligned, noise))
+        aligned.add_to_sigmas(other_mode)
         included = best_of_each_half(aligned.state.scores, self.job.particles.half, settings.keep_best_percent)
         poses, sums, apart = self.frame.averages(name, aligned.state.poses, noise, included=included)
         half_maps = self.maps.half_maps(sums)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from numba_glocal.alignment import (
     align_chunk,
     angular_resolution_deg,
     drop_unlikely,
+    other_modes,
     search_levels,
     shift_step_angst,
 )
@@ -152,3 +155,18 @@ def test_unlikely_candidates_are_dropped_without_a_warning_where_there_are_none(
     left = drop_unlikely(candidates, 2.0).scores > -np.inf
     assert left.tolist() == [[True, True, False], [False] * 3, [True, False, False]]
     assert drop_unlikely(candidates, 0.0) is candidates
+
+
+def test_another_mode_counts_by_its_probability_and_distance():
+    """Four particles: a mode 90 degrees and 30 A away at even odds; one at odds of 1 to e^10; none; one that a four-fold axis makes the same."""
+    quarter = Rotation.from_rotvec([0, 0, np.pi / 2]).as_matrix()
+    rotations = np.stack([np.stack([np.eye(3), quarter])] * 4)
+    rotations[1] = rotations[1, ::-1]  # the pose found may be the second candidate
+    shifts = np.zeros((4, 2, 3))
+    shifts[0, 1, 0] = shifts[3, 1, 0] = 30.0
+    estimates = SimpleNamespace(rotations=np.stack([np.eye(3)] * 4), shifts_angst=np.zeros((4, 3)), margin=np.array([0.0, 10.0, np.inf, 0.0]))
+    found = other_modes(Candidates(rotations, shifts, np.zeros((4, 2))), estimates, "C1")
+    odds = 1 / (1 + np.exp(10.0))
+    np.testing.assert_allclose(found[:, 0], np.array([0.5, odds, 0.0, 0.5]) * (np.pi / 2) ** 2 / 3, rtol=1e-6)
+    np.testing.assert_allclose(found[:, 1], [0.5 * 30**2 / 3, 0, 0, 0.5 * 30**2 / 3], atol=1e-9)
+    assert np.abs(other_modes(Candidates(rotations, shifts, np.zeros((4, 2))), estimates, "C4")[:, 0]).max() < 1e-6

@@ -35,11 +35,11 @@ def refuse_partial(block: StarBlock, labels: Sequence[str]) -> None:
         raise ListError(f"{block.where()}: no column {' and '.join(missing)}; expected all of {', '.join(labels)}, or none")
 
 
-def triples(block: StarBlock, labels: Sequence[str], scale: float = 1.0) -> NDArray[np.float64]:
+def triples(block: StarBlock, labels: Sequence[str]) -> NDArray[np.float64]:
     """Three columns as (n, 3); zeros where the list has none of them."""
     if labels[0] not in block.labels:
         return np.zeros((block.n_rows, 3))
-    return np.stack([block.floats(label) for label in labels], axis=1) * scale
+    return block.floats_of(labels)
 
 
 # ---- optimisation sets

@@ -16,12 +16,15 @@ from numba.cuda.simulator.kernel import FakeCUDAKernel
 from scipy.spatial.transform import Rotation
 
 from numba_glocal import particles
+from numba_glocal.backends import lines
 from numba_glocal.backends.cpu import CPUBackend
 from numba_glocal.backends.cuda import backend as cuda_backend
-from numba_glocal.backends.cuda import kernels, memory, prepare
+from numba_glocal.backends.cuda import gemm, kernels, memory, prepare, product
 from numba_glocal.backends.cuda import store as store_module
 from numba_glocal.backends.cuda.backend import CUDABackend
+from numba_glocal.backends.cuda.scratch import Scratch
 from numba_glocal.backends.cuda.store import ParticleStore
+from numba_glocal.backends.cuda.tensor import Weighting
 from numba_glocal.backends.cuda.transform import Transform
 from numba_glocal.backends.cuda.weights import WeightVolumes
 from numba_glocal.backends.protocols import Grid, ParticleBatch, ParticleMask, SumSetup
@@ -302,6 +305,79 @@ def test_a_prior_is_refined_as_on_the_cpu(make_case):
     assert sessions[0].load(case.batch) == []
     free = sessions[0].refine(case.starts, case.shifts_angst)
     assert np.abs(free.rotations - a.rotations).max() > 1e-3
+
+
+def eight_values(bits):
+    """Numbers of FP8 e4m3 bits."""
+    bits = bits.astype(np.int64)
+    exponent, fraction = (bits >> 3) & 15, bits & 7
+    size = np.where(exponent > 0, (8 + fraction) * 2.0 ** (exponent - 10), fraction * 2.0**-9)
+    return np.where(bits & 128, -size, size)
+
+
+@pytest.mark.parametrize(
+    ("number_bytes", "shifts_particles", "part_bytes"), [(2, False, 1 << 11), (2, True, 1 << 11), (1, False, 1 << 20), (1, True, 1 << 11)]
+)
+def test_products_score_every_shift(monkeypatch, number_bytes, shifts_particles, part_bytes):
+    """By sums over the band as they are written down; and what is kept is scored again to single precision."""
+    items, n_rotations, box = 5, 3, 16
+    band, cube = lines.line_band(3.0), lines.shift_cube(1.6, 1.6)
+    rng = np.random.default_rng(8)
+    samples, pairs = 2 * band.n_pairs, band.n_pairs
+    f = (rng.normal(size=(n_rotations, samples)) + 1j * rng.normal(size=(n_rotations, samples))) * np.exp(-0.5 * band.radius)
+    y = (rng.normal(size=(items, samples)) + 1j * rng.normal(size=(items, samples))) * band.sample_weight * np.exp(0.3 * band.radius)
+    turns = product.shift_turns(cube, box)
+    phases = np.exp(2j * np.pi * band.lattice @ turns.T.astype(np.float64))  # of the particle, shifted back
+    num = np.einsum("as,ws,st->wat", f.conj(), y, phases).real
+    multiplier, bias = rng.uniform(0.5, 1.5, (items, len(turns))), rng.normal(size=(items, len(turns)))
+    weighted = num * multiplier[:, None] + bias[:, None]
+    templates = np.zeros((pairs, 16, 4), np.float32)
+    templates[:, :n_rotations] = np.moveaxis(np.stack([f.real, f.imag], -1).reshape(n_rotations, pairs, 4), 0, 1)
+    columns = cuda.to_device(np.stack([y.real, y.imag], -1).reshape(items, -1).astype(np.float32))
+    powers = cuda.to_device((np.abs(f) ** 2).astype(np.float32))
+
+    def multiply(a, b, out, rows, wide, depth):
+        a, b = (array.copy_to_host()[: count * depth].reshape(count, depth) for array, count in ((a, rows), (b, wide)))
+        if number_bytes == 1:
+            assert a.dtype == b.dtype == np.uint8
+            a, b = eight_values(a), eight_values(b)
+        out[: rows * wide].copy_to_device((a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32).ravel())
+
+    monkeypatch.setattr(gemm, "ALIGNMENT", 8)
+    monkeypatch.setattr(gemm, "product_half" if number_bytes == 2 else "product_eight", multiply)
+    lattice = cuda.to_device(band.lattice.astype(np.int32).ravel())
+    on_device = cuda.to_device(templates.ravel())
+    way = product.Way(number_bytes, shifts_particles)
+    inverse_sigma2 = np.exp(0.6 * np.arange(box // 2 + 1)).astype(np.float32)
+    search = product.ProductSearch.make(way, band, cube, box, on_device, powers, n_rotations, lattice, inverse_sigma2)
+    weights = [cuda.to_device(each.astype(np.float32)) for each in (multiplier, bias)]
+    best, best_shift = cuda.device_array((items, n_rotations), np.float32), cuda.device_array((items, n_rotations), np.int32)
+    search.run(columns, items, Weighting(True, *weights), best, best_shift, Scratch(part_bytes))
+    shift = best_shift.copy_to_host()
+    inside = weighted[:, :, cube.inside]
+    noise = np.sqrt(np.einsum("as,ws->wa", np.abs(f) ** 2, np.abs(y) ** 2)).max()
+    allowed = (5e-3 if number_bytes == 2 else 0.15) * noise
+    np.testing.assert_allclose(best.copy_to_host(), inside.max(2), atol=allowed)
+    assert np.isin(shift, cube.inside).all()
+    taken = np.take_along_axis(weighted, shift[:, :, None].astype(int), 2)[:, :, 0]
+    assert (taken >= inside.max(2) - 2 * allowed).all()
+    if number_bytes == 2:
+        assert (shift == cube.inside[inside.argmax(2)]).all()
+
+    den, power = rng.uniform(1, 2, (items, n_rotations)), rng.uniform(1, 2, items)
+    chosen = np.array([[r, -1] for r in (2, 0, 1, 2, 0)], np.int32)
+    loss = rng.normal(size=(items, n_rotations))
+    for kind in (0, 1):
+        score = cuda.to_device(np.full((items, 2), 7.0, np.float32))
+        kernels.score_chosen[(items, 2), kernels.REDUCE_THREADS](
+            *(on_device, columns, lattice, cuda.to_device(turns), cuda.to_device(np.arange(items, dtype=np.int32)), n_rotations, best_shift),
+            *(1, *weights, *(cuda.to_device(each.astype(np.float32)) for each in (den, power)), kind, np.float32(1.5)),
+            *(cuda.to_device(loss.astype(np.float32)), 1, cuda.to_device(chosen), score),
+        )
+        value, d, lost = (np.take_along_axis(each, chosen[:, :1], 1)[:, 0] for each in (taken, den, loss))
+        wanted = (2 * value - d if kind == 0 else value / np.sqrt(d * power) * 1.5) - lost
+        np.testing.assert_allclose(score.copy_to_host()[:, 0], wanted, rtol=2e-5, atol=1e-5)
+        assert (score.copy_to_host()[:, 1] == 7.0).all()
 
 
 def test_losses_are_taken_off_scores():

@@ -27,6 +27,8 @@ def test_in_the_simulator(tmp_path):
 def check_types(launches: dict[str, list[str]]) -> None:
     """Kernels are compiled ahead for the types with which they are launched."""
     try:
+        from numba.cuda.types import uint8
+
         from numba_glocal.backends.cuda.signatures import KERNELS, PREPARE, SEARCH
     except ImportError:  # no CUDA toolkit
         return
@@ -37,5 +39,6 @@ def check_types(launches: dict[str, list[str]]) -> None:
         types = SEARCH if name.endswith(".search") else listed.get(name)
         if types is not None:  # functions that kernels call are none
             seen += 1
-            assert found == [", ".join(map(str, types))], name
+            narrow = [types, (*types[:-1], uint8[::1])] if name.split(".")[-1] in ("narrow_columns", "narrow_templates") else [types]
+            assert found == sorted(", ".join(map(str, each)) for each in narrow), name
     assert seen >= 18

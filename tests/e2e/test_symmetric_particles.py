@@ -123,4 +123,5 @@ def test_equal_modes_are_counted_as_ambiguous_only_where_they_are_not_the_symmet
         state = RunFolder(run).last_state()
         assert abs(state.history[0]["ambiguous"] - ambiguous) <= 1, group
         margins = np.array(gemmi.cif.read(str(run / "iter_001" / "particles.star")).find_block("particles").find_values("_ngModeMargin"), float)
+        assert (state.history[0]["angle_sigma_deg"] > 20) == (group == "C1"), "uncertainties know the other modes"
         assert np.sum(margins < np.log(100)) == state.history[0]["ambiguous"] and np.isfinite(margins).all()

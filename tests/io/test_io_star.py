@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+import unittest.mock
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from numba_glocal.errors import GlocalError, InputError, ListError
+from numba_glocal.io import star
 from numba_glocal.io.star import StarBlock, StarDocument, parse_star, quote, read_star, unquote, write_star
 
 gemmi = pytest.importorskip("gemmi")
@@ -201,15 +204,22 @@ NUMBERS = st.one_of(
 )
 
 
+@hypothesis.settings(deadline=None)  # the first compiles
 @given(st.lists(NUMBERS, min_size=1, max_size=30))
 def test_numbers_are_exactly_what_float_says(texts):
-    block = parse_star("data_\nloop_\n_x\n_y\n" + "".join(f"{text} a\n" for text in texts)).blocks[0]
-    assert block.floats("x").tolist() == [float(text) for text in texts]
-    assert [str(v) for v in block.floats("x")] == [str(np.float64(text)) for text in texts]  # the sign of -0, too
+    lines = "".join(f"{text} a {other}\n" for text, other in zip(texts, texts[::-1], strict=True))
+    block = parse_star("data_\nloop_\n_x\n_y\n_z\n" + lines).blocks[0]
+    for many in (1, len(texts) + 1):  # compiled, as long columns are read, and not
+        with unittest.mock.patch.object(star, "_MANY_ROWS", many):
+            assert block.floats("x").tolist() == [float(text) for text in texts]
+            assert [str(v) for v in block.floats("x")] == [str(np.float64(text)) for text in texts]  # the sign of -0, too
+            assert block.floats_of(["z", "x"]).tolist() == [[float(b), float(a)] for a, b in zip(texts, texts[::-1], strict=True)]
 
 
+@pytest.mark.parametrize("many", [1, 100])
 @pytest.mark.parametrize("text", ["", "+", "-", ".", "-.", "1.2.3", "1-2", "--1", "1e", "0x10", "1_0", "a", "1,5", "inf", "nan", "\u0663"])
-def test_what_is_no_number_is_refused(text):
+def test_what_is_no_number_is_refused(text, many, monkeypatch):
+    monkeypatch.setattr(star, "_MANY_ROWS", many)
     block = parse_star(f"data_\nloop_\n_x\n_y\n1 a\n{quote(text) if text else repr(text)} a\n2 b\n", "f.star").blocks[0]
     if text in ("1_0", "\u0663"):  # Python's own numbers, which no program of the field writes
         return

@@ -6,6 +6,7 @@ on them keep their arrays in groups of four floats, and say so here. Under the s
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,20 @@ if config.ENABLE_CUDASIM:
         """Four floats as half precision to ``index .. index + 3`` of a flat float16 array; `index` must be a multiple of 4."""
         array[index], array[index + 1], array[index + 2], array[index + 3] = a, b, c, d
 
-    store_narrow4 = store_half4
+    def store_narrow4(array: Any, index: int, a: Any, b: Any, c: Any, d: Any) -> None:
+        """Four floats to ``index .. index + 3`` of a flat float16 array, or as FP8 (e4m3, what is too large becomes 448) of a uint8 array."""
+        for place, value in enumerate((a, b, c, d)):
+            array[index + place] = value if array.dtype == np.float16 else _eight_bits(float(value))
+
+    def _eight_bits(value: float) -> int:
+        """FP8 e4m3: sign, four bits of exponent (bias 7), three of fraction."""
+        size = min(abs(value), 448.0)
+        exponent = max(-6, math.frexp(size)[1] - 1) if size else -6
+        steps = round(size * 2.0 ** (3 - exponent))  # ties to even, as the instruction
+        if steps == 16:
+            steps, exponent = 8, exponent + 1
+        bits = steps if steps < 8 else ((exponent + 7) << 3) | (steps - 8)
+        return bits | (0x80 if value < 0 else 0)
 
     def load_words4(array: Any, index: int) -> tuple[Any, Any, Any, Any]:
         """Elements ``index .. index + 3`` of a flat int32 array; `index` must be a multiple of 4."""
