@@ -22,8 +22,9 @@ from .tensor import Weighting, root_weights
 _WRITE_BYTES_PER_US = {2: 1.2e6, 1: 0.9e6}
 _FLOPS_PER_US = {2: 7.0e8, 1: 1.3e9}
 _LAUNCHES_US = 150.0
-_LARGEST = {2: 64.0, 1: 400.0}
-"""Templates' largest number: half precision has room to 65,504 and keeps 11 bits down to 6e-5, FP8 (e4m3) to 448 and 4 bits down to 0.016."""
+_LARGEST = {2: 64.0, 1: 200.0}
+"""Largest number of the first rotation's templates, which others may exceed: half precision has room to 65,504 and keeps 11 bits down to 6e-5,
+FP8 (e4m3) has room to 448 and keeps 4 bits down to 0.016."""
 _COLUMN_SCALE = {2: 1.0, 1: 8.0}
 
 
