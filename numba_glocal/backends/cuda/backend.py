@@ -198,6 +198,7 @@ class CUDASearchSession:
         self._groups: NDArray[np.int32] = np.zeros(0, np.int32)
         self._usable: NDArray[np.bool_] = np.zeros(0, bool)
         self._host: CPUSearchSession | None = None
+        self._nothing = cuda.to_device(np.zeros((1, 1), np.float32))  # for arguments that a kernel will not read
         self._batch: ParticleBatch | None = None
         self._prior: PosePrior | None = None
         self._pool: Pool | None = None
@@ -374,9 +375,9 @@ class CUDASearchSession:
             if self._unmasked:
                 for i, p in enumerate(p_of):
                     multiplier[i] = 1.0 / self._on_host()._sigma_at(int(p), band.k_max, places[i])
+            device_multiplier, device_bias = cuda.to_device(multiplier), cuda.to_device(bias)
         else:
-            multiplier, bias = np.ones((1, 1), np.float32), np.zeros((1, 1), np.float32)
-        device_multiplier, device_bias = cuda.to_device(multiplier), cuda.to_device(bias)
+            device_multiplier = device_bias = self._nothing
         best = scratch.array("best", (items, rotations), np.float32)
         best_shift = scratch.array("best shift", (items, rotations), np.int32)
         narrow = self._narrow_search(level, band, cube, templates, powers, lattice, items)
@@ -409,13 +410,15 @@ class CUDASearchSession:
                         best_shift,
                     ),
                 )
-        power = cuda.to_device(np.ones(items, np.float32))
-        if setup.score == "ncc":
+        power = self._nothing[0]
+        if setup.score == "flcf":
+            power = cuda.to_device(np.ones(items, np.float32))
+        elif setup.score == "ncc":
             power = cuda.to_device(self._powers(band.k_max)[p_of].astype(np.float32))
         kind = 0 if setup.score == "ml" else 1
         factor = np.float32(self._flcf_factor() if self._unmasked else 1.0)
         kernels.finish_scores[(-(-rotations // 128), items), 128](best, den, power, kind, factor)
-        device_losses = cuda.to_device(np.zeros((1, 1), np.float32))
+        device_losses = self._nothing
         if priors:
             losses = np.stack([prior.angle_loss(start_rotations[i] @ level.rotations) for i, prior in enumerate(priors)])
             device_losses = cuda.to_device(losses.astype(np.float32))
