@@ -28,7 +28,8 @@ def remembered() -> Iterator[None]:
     report = sys.unraisablehook
 
     def report_others(lost: Any) -> None:
-        if lost.exc_type is not KeyboardInterrupt:  # that one is not lost
+        # a KeyboardInterrupt is not lost, and what it left half made complains when it is collected
+        if lost.exc_type is not KeyboardInterrupt and not _pressed.is_set():
             report(lost)
 
     sys.unraisablehook = report_others

@@ -93,6 +93,7 @@ class LazyGroup(click.Group):
             error.show()
             sys.exit(error.exit_code)
         except (click.Abort, KeyboardInterrupt):
+            sys.unraisablehook = _say_nothing  # objects that were half made complain when they are collected
             _log("interrupted")
             _complain("interrupted")
             sys.exit(EXIT_INTERRUPTED)
@@ -135,6 +136,10 @@ def _make_streams_safe() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (for as long as the process lives)
         elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
+
+
+def _say_nothing(_: Any) -> None:
+    """In place of Python's report of an error that cannot be raised."""
 
 
 def _end_unexpected(error: Exception) -> NoReturn:

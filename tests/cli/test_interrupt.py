@@ -56,3 +56,33 @@ def test_an_interrupt_that_is_not_lost_stops_at_once():
     code = f"{imports}with remembered():\n    os.kill(os.getpid(), signal.SIGINT)\n    print('went on')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "KeyboardInterrupt" in done.stderr and done.stdout == ""
+
+
+HALF_MADE = """
+import os, signal, sys
+import click.core
+from numba_glocal.cli.interrupt import remembered
+from numba_glocal.cli.main import main
+
+class Half:
+    def __init__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+        self.whole = True
+
+    def __del__(self):
+        self.whole
+
+def run(*_, **__):
+    with remembered():
+        Half()
+
+click.core.Command.main = run
+main()
+"""
+
+
+def test_what_an_interrupt_leaves_half_made_says_nothing():
+    done = subprocess.run([sys.executable, "-c", HALF_MADE], capture_output=True, text=True)
+    assert done.returncode == 130 and done.stderr == "numba-glocal: interrupted\n"
