@@ -439,9 +439,12 @@ def tensor_us(band: lines.LineBand, cube: lines.ShiftCube, largest2: float, n_ro
 
 
 def root_weights(band: lines.LineBand, inverse_sigma2: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Square root of 1 / sigma2 at every sample: taken from the particle's side and given to the templates, it keeps both in half's range."""
+    """Square root of 1 / sigma2 at every sample: taken from the particle's side and given to the templates, it keeps both in range.
+
+    Next to nothing at samples that count nothing: below a high-pass a template's may be far larger than all others.
+    """
     value = np.interp(band.radius, np.arange(len(inverse_sigma2)), inverse_sigma2.astype(np.float64))
-    return np.sqrt(np.maximum(value, 1e-30)).astype(np.float32)
+    return np.sqrt(np.maximum(np.where(band.sample_weight > 0, value, 0.0), 1e-30)).astype(np.float32)
 
 
 def unit_scale(powers: Any, root: NDArray[np.float32]) -> float:
