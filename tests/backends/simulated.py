@@ -61,6 +61,8 @@ def _launches():
 def _few_threads(monkeypatch):
     """A thread of the simulator is one of the machine; with few of them the loops over voxels have something to do as well."""
     monkeypatch.setattr(prepare, "SUM_THREADS", 16)
+    monkeypatch.setattr(kernels, "REDUCE_THREADS", 16)
+    monkeypatch.setattr(kernels, "CHOOSE_THREADS", 16)
 
 
 @pytest.fixture
@@ -379,6 +381,24 @@ def test_products_score_every_shift(monkeypatch, number_bytes, shifts_particles,
         wanted = (2 * value - d if kind == 0 else value / np.sqrt(d * power) * 1.5) - lost
         np.testing.assert_allclose(score.copy_to_host()[:, 0], wanted, rtol=2e-5, atol=1e-5)
         assert (score.copy_to_host()[:, 1] == 7.0).all()
+
+
+def test_no_candidate_is_chosen_twice():
+    """Threads that go on to the next place must not disturb those that still look whether there was one left."""
+    rng = np.random.default_rng(5)
+    particles, n_rotations, keep = 6, 20, 24
+    scores = rng.normal(size=(particles, n_rotations)).astype(np.float32)
+    scores[:, 17:] = -1e38
+    turned = Rotation.random(n_rotations, random_state=3).as_matrix().reshape(-1, 9).astype(np.float32)
+    chosen, found = cuda.device_array((particles, keep), np.int32), cuda.device_array((particles, keep), np.float32)
+    each = np.arange(particles, dtype=np.int32)
+    kernels.choose[particles, kernels.CHOOSE_THREADS](
+        *map(cuda.to_device, (scores, each, np.ones_like(each), np.tile(np.eye(3, dtype=np.float32).ravel(), (particles, 1)), turned)),
+        *(np.float32(2.99), keep, cuda.device_array((particles, keep, 9), np.float32), chosen, found),
+    )
+    order = np.argsort(-scores, axis=1)[:, :17]
+    np.testing.assert_array_equal(chosen.copy_to_host(), np.pad(order, ((0, 0), (0, keep - 17)), constant_values=-1))
+    np.testing.assert_array_equal(found.copy_to_host()[:, :17], np.take_along_axis(scores, order, 1))
 
 
 def test_losses_are_taken_off_scores():

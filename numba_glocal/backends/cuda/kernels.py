@@ -389,18 +389,19 @@ def choose(scores, first, count, starts, rotations, min_trace, keep, kept, chose
                     row[tid] = other
             cuda.syncthreads()
             step //= 2
+        winner = row[0]  # before the threads meet again: the first of them to go on writes its own there
         if tid == 0:
-            chosen[p, place] = row[0]
+            chosen[p, place] = winner
             chosen_score[p, place] = top[0]
-        if tid < 9 and row[0] >= 0:
-            w, a = first[p] + row[0] // n_rotations, row[0] % n_rotations
+        if tid < 9 and winner >= 0:
+            w, a = first[p] + winner // n_rotations, winner % n_rotations
             r, c = tid // 3, tid % 3
             value_rc = float32(0.0)
             for k in range(3):
                 value_rc += starts[w, 3 * r + k] * rotations[a, 3 * k + c]
             kept[p, place, tid] = value_rc
         cuda.syncthreads()
-        if row[0] < 0:
+        if winner < 0:
             for rest in range(place + 1 + tid, keep, CHOOSE_THREADS):
                 chosen[p, rest] = -1
                 chosen_score[p, rest] = float32(-1e37)
