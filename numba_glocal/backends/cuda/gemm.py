@@ -17,6 +17,7 @@ from numba.core import config
 _HALF, _FLOAT, _EIGHT = 2, 0, 28  # CUDA_R_16F, CUDA_R_32F, CUDA_R_8F_E4M3
 _COMPUTE_FLOAT, _COMPUTE_TF32 = 68, 77  # CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32
 _DEFAULT_ALGORITHM = -1
+_ALLOCATION_FAILED = 3  # CUBLAS_STATUS_ALLOC_FAILED
 _TRANSPOSED, _AS_IS = 1, 0
 _TRANSPOSE_A, _TRANSPOSE_B, _FAST_SUMS = 3, 4, 25  # attributes of a cublasLtMatmulDesc
 _WORKSPACE_BYTES = 32 << 20
@@ -57,6 +58,8 @@ def _handle() -> ctypes.c_void_p:
 
 
 def _check(status: int, what: str) -> None:
+    if status == _ALLOCATION_FAILED:
+        raise MemoryError(f"{what}: the GPU has no memory left")
     if status != 0:
         raise RuntimeError(f"{what} failed with cuBLAS status {status}")
 
