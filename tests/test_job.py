@@ -49,6 +49,17 @@ def test_chunks_hold_every_particle_of_a_half_once_and_in_order(made, parts, lar
                 assert np.array_equal(chunk.rotations[i], particles.poses.rotations[row])
 
 
+@pytest.mark.parametrize(
+    ("largest", "smallest", "expected"), [(128, 10, [15]), (128, 7, [8, 7]), (9, 40, [9, 6]), (1024, 8, [8, 7]), (1024, 1024, [15])]
+)
+def test_chunks_are_no_smaller_than_a_gpu_wants_them(made, largest, smallest, expected):
+    particles = job(made).particles
+    assert np.count_nonzero(particles.half == 1) == 15
+    chunks = make_chunks(particles, particles.poses, 1, largest=largest, smallest=smallest)
+    assert [len(chunk) for chunk in chunks] == expected
+    assert np.array_equal(np.concatenate([chunk.rows for chunk in chunks]), np.flatnonzero(particles.half == 1))
+
+
 def test_anchors_are_not_starts(made):
     particles = job(made).particles
     anchors = Poses(np.swapaxes(particles.poses.rotations, 1, 2), particles.poses.shifts_angst + 7.0)

@@ -346,6 +346,7 @@ def test_products_score_every_shift(monkeypatch, number_bytes, shifts_particles,
             a, b = eight_values(a), eight_values(b)
         out[: rows * wide].copy_to_device((a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32).ravel())
 
+    monkeypatch.setattr(kernels, "MOST_ROWS", 2)  # a launch's rotations do not all fit along y
     monkeypatch.setattr(gemm, "ALIGNMENT", 8)
     monkeypatch.setattr(gemm, "product_half" if number_bytes == 2 else "product_eight", multiply)
     lattice = cuda.to_device(band.lattice.astype(np.int32).ravel())
@@ -381,6 +382,49 @@ def test_products_score_every_shift(monkeypatch, number_bytes, shifts_particles,
         wanted = (2 * value - d if kind == 0 else value / np.sqrt(d * power) * 1.5) - lost
         np.testing.assert_allclose(score.copy_to_host()[:, 0], wanted, rtol=2e-5, atol=1e-5)
         assert (score.copy_to_host()[:, 1] == 7.0).all()
+
+
+@pytest.mark.parametrize(("number_bytes", "shifts_particles", "score", "limited"), [(2, False, "ncc", False), (1, True, "ml", True)])
+def test_a_search_by_products_is_the_cpus(make_case, monkeypatch, number_bytes, shifts_particles, score, limited):
+    """From start to candidates, each particle with the noise of its own group; with trial shifts and rotations that are not allowed."""
+    case, batch = two_groups(make_case(8, "wedge", particles=3, noise=0.3, score=score))
+    prior, setup = None, case.setup
+    if limited:  # one particle may go nowhere: there is nothing to keep
+        setup = replace(setup, max_shift_angst=1.2 * case.voxel_angst)
+        prior = PosePrior.about(PriorWidths(20.0, 40.0, 9.0), case.starts.rotations[:, 0], case.starts.shifts_angst[:, 0])
+    anchors = case.starts.shifts_angst[:, 0].copy()
+    anchors[2] += 100.0 * case.voxel_angst if limited else 0.0
+    level = case.level(6, keep=9)
+    on_host = CPUBackend().open_search(setup)
+    assert on_host.load(batch, prior) == []
+    wanted = on_host.search(case.starts, anchors, level)
+
+    def multiply(a, b, out, rows, wide, depth):
+        a, b = (array.copy_to_host()[: count * depth].reshape(count, depth) for array, count in ((a, rows), (b, wide)))
+        if number_bytes == 1:
+            a, b = eight_values(a), eight_values(b)
+        out[: rows * wide].copy_to_device((a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32).ravel())
+
+    monkeypatch.setattr(gemm, "ALIGNMENT", 8)
+    monkeypatch.setattr(gemm, "product_half" if number_bytes == 2 else "product_eight", multiply)
+    monkeypatch.setattr(cuda_backend, "available", lambda: True)
+    monkeypatch.setattr(cuda_backend, "ways", lambda precision: [product.Way(number_bytes, shifts_particles)])
+    monkeypatch.setattr(cuda_backend, "tensor_us", lambda *rest: np.inf)
+    session = CUDABackend().open_search(setup)
+    assert session.load(batch, prior) == []
+    found = session.search(case.starts, anchors, level)
+    kept = found.scores > -np.inf
+    np.testing.assert_array_equal(kept, wanted.scores > -np.inf)
+    assert kept[:2, 0].all() and kept[2].any() != limited and not kept[:, 6:].any()
+    assert (np.diff(np.where(kept, found.scores, -1e30), axis=1) <= 0).all()
+    scale = np.abs(wanted.scores[kept]).max()
+    # scored again: what differs is which of two trial shifts that are alike was taken
+    allowed = (2e-4 if number_bytes == 2 else 0.05) * scale
+    assert np.abs(found.scores - wanted.scores)[kept].max() < allowed
+    same = np.abs(found.rotations - wanted.rotations).max((2, 3)) < 1e-5
+    same &= np.abs(found.shifts_angst - wanted.shifts_angst).max(2) < 1e-3
+    assert same[kept].mean() > (0.9 if number_bytes == 2 else 0.5) and same[:2, 0].all()
+    assert np.abs(found.scores - wanted.scores)[kept & same].max() < 2e-4 * scale
 
 
 def test_no_candidate_is_chosen_twice():
@@ -510,6 +554,40 @@ def test_a_search_goes_on_in_smaller_parts(make_case, monkeypatch, caplog, quick
     assert sum(parts, []) == list(range(7)) and max(map(len, parts)) <= 2
     assert found.scores[:, 0].tolist() == list(range(7))
     assert given_back == [0, 0] and "starts at once instead of 7" in caplog.text
+
+
+def test_parts_of_a_search_depend_on_no_memory(make_case, monkeypatch, quick_transform):
+    """Nor may they have more starts than a launch has blocks."""
+    case = make_case(8, "none", particles=7)
+    gpu = CUDABackend()
+    session = gpu.open_search(case.setup)
+    assert session.load(case.batch) == []
+    parts = []
+    monkeypatch.setattr(session, "_search_part", lambda part, *rest: parts.append(len(part)))
+    monkeypatch.setattr(session, "_level_templates", lambda *rest: (None, None, None))
+    monkeypatch.setattr(cuda_backend, "_PART_BYTES", 4 << 10)
+    level = case.level(2, keep=1)
+
+    def sizes(memory_bytes):
+        gpu.memory_bytes = memory_bytes
+        parts.clear()
+        session.search(case.starts, case.shifts_angst, level)
+        return parts.copy()
+
+    usual = sizes(1 << 30)
+    assert 1 < len(usual) < 7 and sum(usual) == 7
+    assert sizes(1 << 40) == usual and len(sizes(4 << 10)) == 7
+    monkeypatch.setattr(cuda_backend, "_PART_BYTES", 1 << 40)
+    assert sizes(1 << 50) == [7]
+    monkeypatch.setattr(kernels, "MOST_ITEMS", 3)
+    assert sizes(1 << 50) == [3, 3, 1]
+
+
+def test_a_library_without_memory_is_said_to_have_none():
+    with pytest.raises(MemoryError):
+        gemm._check(3, "cublasCreate")
+    with pytest.raises(RuntimeError, match="status 13"):
+        gemm._check(13, "cublasCreate")
 
 
 def test_no_memory_at_all_is_said_in_one_line(monkeypatch):

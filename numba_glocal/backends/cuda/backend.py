@@ -40,6 +40,8 @@ _BATCH_SHARE = 0.05
 _MAX_BATCH_BYTES = 1 << 30
 _SLOTS_FIRST = 256
 _WORK_SHARE = 0.15
+_PART_BYTES = 1 << 30
+"""Of a part of a search: the same on all devices that have room for it, for the way it is made and its last bits depend on how many starts it has."""
 _SCRATCH_SHARE = 0.05
 
 
@@ -253,7 +255,8 @@ class CUDASearchSession:
             templates = cuda.device_array(padded * band.n_pairs * 4 + _SPARE_BYTES // 4, np.float32)
             powers = cuda.device_array((count, 2 * band.n_pairs), np.float32)
             matrices = cuda.to_device(level.rotations.reshape(-1, 9).astype(np.float32))
-            kernels.fill_templates[(-(-2 * band.n_pairs // 128), count), 128](self._reference, self._offset, points, matrices, templates, powers)
+            grid = kernels.rotation_grid(-(-2 * band.n_pairs // 128), count)
+            kernels.fill_templates[grid, 128](self._reference, self._offset, points, matrices, templates, powers)
             found = templates, powers, matrices
             self._templates.put(key, found, 4 * (padded * band.n_pairs * 4 + count * 2 * band.n_pairs))
         return found
@@ -272,8 +275,9 @@ class CUDASearchSession:
         result = no_candidates(len(self._slots), level.keep)
         particles = np.flatnonzero(used.any(axis=1))
         rotations = len(level.rotations)
-        per_item = 4 * (6 * band.n_pairs + 3 * rotations + 2 * len(cube.shifts_voxels))
-        room = min(int(used.sum()), max(1, int(self.backend.memory_bytes * _WORK_SHARE) // per_item))
+        per_item = 4 * (8 * band.n_pairs + 3 * rotations + 2 * len(cube.shifts_voxels))
+        part_bytes = min(_PART_BYTES, int(self.backend.memory_bytes * _WORK_SHARE))
+        room = min(int(used.sum()), max(1, part_bytes // per_item), kernels.MOST_ITEMS)
         ends = np.cumsum(used[particles].sum(axis=1))  # work items up to and with each particle
         first = 0
 

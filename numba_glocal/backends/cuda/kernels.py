@@ -25,6 +25,10 @@ _SEGMENT_SUMS = N_SUMS * _SEGMENTS
 CHOOSE_THREADS = 128
 REDUCE_THREADS = 256
 WIDE_TILE = 64
+MOST_ROWS = 65535
+"""Blocks that a launch may have along y, and along z."""
+MOST_ITEMS = MOST_ROWS // 64 * 64
+"""Work items of a launch, which lie along y, with their padding (`gemm.ALIGNMENT`)."""
 _WIDE, _WIDE_ROW = WIDE_TILE, WIDE_TILE + 1
 _DEPTH, _SHALLOW = 16, 8
 NUMERATOR_SCALE = float(1 << 20)
@@ -232,6 +236,18 @@ def turn(
     den_weight[w, i] = d
 
 
+def rotation_grid(blocks, n_rotations):
+    """Blocks of a launch of which `_rotation` tells the rotation: along y, and, for those of a long list, along z."""
+    rows = min(n_rotations, MOST_ROWS)
+    return blocks, rows, -(-n_rotations // rows)
+
+
+@_device
+def _rotation():
+    """This block's rotation in a `rotation_grid`; the last ones may lie past the end."""
+    return cuda.blockIdx.z * cuda.gridDim.y + cuda.blockIdx.y
+
+
 @_jit
 def fill_templates(spectrum, c, points, matrices, templates, powers):
     """Rotated references: a thread takes one sample of one rotation.
@@ -246,9 +262,9 @@ def fill_templates(spectrum, c, points, matrices, templates, powers):
         ``[block][pair][rotation][4]``.
     powers : (a, 2 p) float32
     """
-    i, a = cuda.grid(1), cuda.blockIdx.y
+    i, a = cuda.grid(1), _rotation()
     samples = powers.shape[1]
-    if i >= samples:
+    if i >= samples or a >= powers.shape[0]:
         return
     x, y, z = float32(2.0) * points[3 * i], float32(2.0) * points[3 * i + 1], float32(2.0) * points[3 * i + 2]
     qx = matrices[a, 0] * x + matrices[a, 3] * y + matrices[a, 6] * z
@@ -1115,8 +1131,8 @@ def narrow_templates(templates, n_pairs, lattice, root, turns, first, n_shifts, 
         Length of a row, a multiple of 4.
     out : (rows * depth,) float16, or uint8 for FP8
     """
-    i, a = cuda.grid(1), cuda.blockIdx.y
-    if 4 * i >= depth:
+    i, a = cuda.grid(1), _rotation()
+    if 4 * i >= depth or a >= n_rotations:
         return
     r0, i0, r1, i1 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
     x, y, z = float32(0.0), float32(0.0), float32(0.0)
@@ -1149,8 +1165,8 @@ def best_of_tile(
     weighted, multiplier, bias : as in the search kernels.
     best : (w, a) float32, best_shift : (w, a) int32
     """
-    w, a = cuda.grid(1), cuda.blockIdx.y
-    if w >= best.shape[0]:
+    w, a = cuda.grid(1), _rotation()
+    if w >= best.shape[0] or a >= best.shape[1]:
         return
     top, where = float32(-1e38), int32(-1)
     if first > 0:
@@ -1263,8 +1279,8 @@ def pack_rotated(templates, n_pairs, pair, root, n_rotations, scale, out):
     out : float16
         ``[rotations / 16][chunk][lane][+z: rotations g, g + 8; -z: rotations g, g + 8]``.
     """
-    i, a = cuda.grid(1), cuda.blockIdx.y
-    if i >= pair.shape[0]:
+    i, a = cuda.grid(1), _rotation()
+    if i >= pair.shape[0] or a // 16 > (n_rotations - 1) // 16:
         return
     r0, i0, r1, i1 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
     j = pair[i]

@@ -22,6 +22,8 @@ from .tensor import Weighting, root_weights
 _WRITE_BYTES_PER_US = {2: 1.2e6, 1: 0.9e6}
 _FLOPS_PER_US = {2: 7.0e8, 1: 1.3e9}
 _LAUNCHES_US = 150.0
+_TILE_BYTES = 256 << 20
+"""Of a tile of trial shifts, whatever the device has: cuBLAS may add up in another order where a product has another size."""
 _LARGEST = {2: 64.0, 1: 200.0}
 """Largest number of the first rotation's templates, which others may exceed: half precision has room to 65,504 and keeps 11 bits down to 6e-5,
 FP8 (e4m3) has room to 448 and keeps 4 bits down to 0.016."""
@@ -141,7 +143,7 @@ class ProductSearch:
         kernels.column_scales[items, kernels.REDUCE_THREADS](columns, self.root, size, np.float32(_COLUMN_SCALE[number]), scales)
         shifts_columns = self.way.shifts_particles
         rows = wide if shifts_columns else self.n_rotations  # that are written for every shift
-        most = min(scratch.part_bytes // (number * rows * depth), scratch.part_bytes // (4 * self.n_rotations * wide))
+        most = min(_TILE_BYTES, scratch.part_bytes) // max(number * rows * depth, 4 * self.n_rotations * wide)
         tile = int(max(1, min(self.n_shifts, most)))
         tile = math.ceil(self.n_shifts / math.ceil(self.n_shifts / tile))  # of one size
         narrow_columns = scratch.array("narrow columns", (tile if shifts_columns else 1) * wide * depth, kind)
@@ -155,7 +157,7 @@ class ProductSearch:
             )
 
         def fill_templates(first: int, count: int) -> None:
-            kernels.narrow_templates[(blocks, self.n_rotations), 128](
+            kernels.narrow_templates[kernels.rotation_grid(blocks, self.n_rotations), 128](
                 self.templates,
                 self.band.n_pairs,
                 self.lattice,
@@ -180,7 +182,7 @@ class ProductSearch:
             else:
                 multiply(narrow_templates, narrow_columns, products, count * self.n_rotations, wide, depth)
                 strides = self.n_rotations * wide, wide
-            kernels.best_of_tile[(-(-items // 128), self.n_rotations), 128](
+            kernels.best_of_tile[kernels.rotation_grid(-(-items // 128), self.n_rotations), 128](
                 products,
                 *strides,
                 first,

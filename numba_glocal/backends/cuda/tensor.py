@@ -529,7 +529,7 @@ class TensorSearch:
         row_tiles = -(-n_rotations // _ROTATIONS)
         rotated = cuda.device_array(row_tiles * chunks.count * 2 * _WORDS, np.float16)
         pair, device_root = cuda.to_device(chunks.pair), cuda.to_device(root)
-        kernels.pack_rotated[(-(-len(chunks.pair) // 128), row_tiles * _ROTATIONS), 128](
+        kernels.pack_rotated[kernels.rotation_grid(-(-len(chunks.pair) // 128), row_tiles * _ROTATIONS), 128](
             templates, band.n_pairs, pair, device_root, n_rotations, np.float32(scale), rotated
         )
         angle = 2.0 * np.pi * cube.step_voxels / box_size
