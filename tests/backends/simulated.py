@@ -354,6 +354,7 @@ def test_products_score_every_shift(monkeypatch, number_bytes, shifts_particles,
     way = product.Way(number_bytes, shifts_particles)
     inverse_sigma2 = np.exp(0.6 * np.arange(box // 2 + 1)).astype(np.float32)
     search = product.ProductSearch.make(way, band, cube, box, on_device, powers, n_rotations, lattice, inverse_sigma2)
+    assert search.bytes_held >= templates.nbytes
     weights = [cuda.to_device(each.astype(np.float32)) for each in (multiplier, bias)]
     best, best_shift = cuda.device_array((items, n_rotations), np.float32), cuda.device_array((items, n_rotations), np.int32)
     search.run(columns, items, Weighting(True, *weights), best, best_shift, Scratch(part_bytes))

@@ -123,8 +123,8 @@ class ProductSearch:
 
     @property
     def bytes_held(self) -> int:
-        """Of the device, beside the templates."""
-        return int(self.root.nbytes)
+        """Of the device, with the templates: they stay as long as this does."""
+        return int(self.root.nbytes + self.templates.nbytes)
 
     def run(self, columns: Any, items: int, weighting: Weighting, best: Any, best_shift: Any, scratch: Scratch) -> None:
         """Best num (times factor, plus offset) over the trial shifts of every item and rotation.
