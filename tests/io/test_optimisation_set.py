@@ -95,6 +95,14 @@ def test_from_elsewhere_names_are_whole(project, monkeypatch, tmp_path):
     assert read_particles("p_optimisation_set.star", require_volumes=False).coordinates.as_voxels()[1].tolist() == [199 - 5, 149 + 1, 99 + 1.5]
 
 
+def test_all_names_start_from_one_folder(project, monkeypatch):
+    monkeypatch.chdir(project.parent)
+    convert("project/Refine/job1/set.star", "project/new/p.star")
+    found = pairs("project/new/p_optimisation_set.star")
+    assert found["_rlnTomoParticlesFile"] == "project/new/p.star" and found["_rlnTomoTomogramsFile"] == "project/Tomograms/tomograms.star"
+    assert len(read_particles("project/new/p_optimisation_set.star", require_volumes=False)) == 2
+
+
 def test_other_lists_have_none(project):
     convert("Refine/job1/set.star", "new/p31.star", "--to", "relion31")
     convert("Refine/job1/run_data.star", "new/plain.star")
