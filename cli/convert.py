@@ -91,7 +91,7 @@ def convert_command(
     with shown_warnings():
         particles = read_particles(source, require_volumes=False, **options)
         if tomograms is not None:
-            particles = with_tomograms(particles, tomograms)
+            particles = with_tomograms(particles, tomograms, source)
         chosen = format_to_write(target, particles, to)
         like = read_optimisation_set(source) if source.is_file() else None
         with_set = _set_to_write(optimisation_set, target, chosen, particles, like, tomograms)

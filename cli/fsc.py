@@ -14,7 +14,7 @@ from numba_glocal.masks import check_mask
 from numba_glocal.resolution import find_crossing, half_map_fsc, shell_resolution_angst
 from numba_glocal.values import FSCCurve, Volume
 
-from .console import print_table, say, warn
+from .console import print_table, say, shown_warnings, warn
 from .options import PATH
 from .outputs import check_output_file, overwrite_option
 
@@ -27,6 +27,7 @@ from .outputs import check_output_file, overwrite_option
 @click.option("--fsc-criterion", "criterion", type=click.FloatRange(0, 1, True, True), default=0.143, show_default=True, help="Where to read.")
 @click.option("-o", "--output", type=PATH, metavar="FILE", help="Write the curves as STAR, in the labels of RELION's postprocess.")
 @overwrite_option
+@shown_warnings()
 def fsc_command(
     half1: Path, half2: Path, mask_path: Path | None, pixel_size_angst: float | None, criterion: float, output: Path | None, overwrite: bool
 ) -> None:

@@ -14,7 +14,7 @@ from numba_glocal.io.volumes import read_volume, write_volume
 from numba_glocal.masks import cylinder_mask, spherical_mask, threshold_mask
 from numba_glocal.values import Volume
 
-from .console import say, warn
+from .console import say, shown_warnings, warn
 from .options import PATH, together
 from .outputs import check_output_file, overwrite_option
 
@@ -43,6 +43,7 @@ def mask_command() -> None:
 @centre_option
 @output_option
 @overwrite_option
+@shown_warnings()
 def sphere_command(
     diameter_angst: float,
     like: Path | None,
@@ -68,6 +69,7 @@ def sphere_command(
 @centre_option
 @output_option
 @overwrite_option
+@shown_warnings()
 def cylinder_command(
     diameter_angst: float,
     height_angst: float,
@@ -95,6 +97,7 @@ def cylinder_command(
 @edge_option
 @output_option
 @overwrite_option
+@shown_warnings()
 def threshold_command(
     map_path: Path,
     threshold: float,

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from numba_glocal.execution.tasks import particles_treated, start_worker, warm_u
 from numba_glocal.fourier import padded_offset
 from numba_glocal.job import Job, largest_chunk, particle_bytes, start_classes
 from numba_glocal.report import WorkerSummary, write_report
-from numba_glocal.results import FILES, RunFolder, RunResult, RunState, load_report_data, total_of_legs
+from numba_glocal.results import FILES, ClassResult, RunFolder, RunResult, RunState, load_report_data, total_of_legs
 from numba_glocal.schedule import first_search, has_converged
 from numba_glocal.settings import AlignSettings, AverageSettings
 from numba_glocal.symmetry import grid_factors
@@ -491,8 +491,16 @@ def _say_result(folder: RunFolder, result: RunResult, state: RunState | None, se
     legs = folder.legs()
     in_all = f" ({total_of_legs(legs)[0]:.1f} s in all, resumed {plural(len(legs) - 1, 'time')})" if len(legs) > 1 else ""
     say(f"{result.half_counts[0]} + {result.half_counts[1]} particles, {seconds:.1f} s{in_all}.")
-    maps = f"class1 to class{len(result.classes)} with maps and FSC" if result.classes else "average.mrc, half1.mrc, half2.mrc, fsc.star"
+    maps = _classes_with_maps(result.classes) if result.classes else "average.mrc, half1.mrc, half2.mrc, fsc.star"
     say(f"Results in {folder.path}: {maps}, {_lists(folder)}, report.html")
+
+
+def _classes_with_maps(classes: Sequence[ClassResult]) -> str:
+    """Folders of the classes that have maps: one with fewer than two particles in a half has none."""
+    numbers = [reached.number for reached in classes if reached.fsc is not None]
+    if len(numbers) == len(classes):
+        return f"class1 to class{len(numbers)} with maps and FSC"
+    return f"{', '.join(f'class{number}' for number in numbers) or 'no class'} with maps and FSC"
 
 
 def _lists(folder: RunFolder) -> str:

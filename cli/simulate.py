@@ -11,7 +11,7 @@ from numba_glocal.errors import VolumeError
 from numba_glocal.io.volumes import read_volume
 from numba_glocal.simulation import SimulationSettings, simulate
 
-from .console import Stage, say
+from .console import Stage, say, shown_warnings
 from .options import PATH, seed_option
 from .outputs import check_output_folder, overwrite_option
 
@@ -49,6 +49,7 @@ _DEFAULT = SimulationSettings()
 @seed_option
 @click.option("--invert", is_flag=True, help="Particles dark on bright, as tomograms often are; the reference stays bright.")
 @overwrite_option
+@shown_warnings()
 def simulate_command(
     map_path: Path | None,
     output: Path,

@@ -8,8 +8,9 @@ class GlocalError(Exception):
 
 
 def plural(count: int, word: str) -> str:
-    """``1 particle``, ``2 particles``."""
-    return f"{count:,} {word}{'' if count == 1 else 's'}"
+    """``1 particle``, ``2 particles``, ``2 boxes``."""
+    ending = "" if count == 1 else "es" if word.endswith("x") else "s"
+    return f"{count:,} {word}{ending}"
 
 
 class InputError(GlocalError):

@@ -126,6 +126,16 @@ def test_mask_threshold(tmp_path):
     np.testing.assert_allclose(read(tmp_path / "m.mrc")[0][12, 12, 12:20], [1] * 5 + [0.5] + [0] * 2, atol=1e-5)
 
 
+def test_a_doubtful_header_is_said_in_one_line(tmp_path):
+    with mrcfile.new(tmp_path / "map.mrc") as file:
+        file.set_data(np.pad(np.ones((4, 4, 4), np.float32), 6))
+        file.voxel_size = 2.0
+        file.header.map = b"    "
+    result = CliRunner().invoke(main, ["mask", "threshold", str(tmp_path / "map.mrc"), "--threshold", "0.5", "-o", str(tmp_path / "mask.mrc")])
+    assert result.exit_code == 0 and f"numba-glocal: warning: {tmp_path / 'map.mrc'}: no MAP id\n" in result.output
+    assert "UserWarning" not in result.output and (tmp_path / "mask.mrc").exists()
+
+
 def test_mask_refusals(halves, tmp_path):
     out = tmp_path / "m.mrc"
     refused(run("mask", "sphere", "--diameter", 80, "--box", 24, "-o", out), "--pixel-size")

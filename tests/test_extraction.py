@@ -272,7 +272,7 @@ def test_particles_that_are_left_out_are_listed(tmp_path):
     assert "1 particle left out" in output and "tomo_1/2" in (tmp_path / "out/left_out.txt").read_text()
     assert len(read_particles(tmp_path / "out/particles.star")) == 1
     output = run(tmp_path / "list.star", "-o", tmp_path / "padded", "--tomograms", tmp_path, "--box", 16, "--edge", "pad", "--invert-contrast")
-    assert "1 box" in output
+    assert "1 box beyond" in output
     found = read_particles(tmp_path / "padded/particles.star")
     assert len(found) == 2 and found.source.block.texts("rlnCustom") == ["a", "007"]
     np.testing.assert_array_equal(mrcfile.read(found.volume_paths[0]), -mrcfile.read(read_particles(tmp_path / "out/particles.star").volume_paths[0]))

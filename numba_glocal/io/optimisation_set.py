@@ -39,7 +39,7 @@ def write_optimisation_set(
     tomograms_path : Path or None
         None: as in `like`.
     like : StarDocument, optional
-        A set whose other entries go along; names that do not lead to the same file any more are written anew.
+        A set whose other entries go along; names that do not lead to the same file from the current folder are written anew.
     stacks : bool
         The particles are stacks of 2-D images.
     """
@@ -52,14 +52,14 @@ def write_optimisation_set(
             blocks.append(StarBlock.from_pairs("general", {STACKS: "1"}))
         write_star(path, StarDocument(blocks, str(path)))
         return
-    before, after = VolumeFinder(like.path), VolumeFinder(path)
+    before = VolumeFinder(like.path)
     holder = next(block for block in like.blocks if PARTICLES_FILE in block or TOMOGRAMS_FILE in block)
     for label in [*holder.pairs, *holder.labels]:
         name = holder.value(label) if label in holder.pairs else holder.texts(label)[0]
         found = before.find(name) if label.endswith("File") and name else None
         if found is not None and label not in files:
-            there = after.find(name)
-            if there is None or there.resolve() != found.resolve():
+            # all names start from one folder: a program that is started there finds every file
+            if Path(name).resolve() != found.resolve():
                 files[label] = _named(found)
     for label, name in files.items():
         if label in holder.labels:

@@ -340,7 +340,8 @@ def _names(block: StarBlock, tomograms: Sequence[str], require_volumes: bool) ->
     if "rlnImageName" in block.labels:
         return block.texts("rlnImageName"), "rlnImageName"
     if require_volumes:
-        raise ListError(f"{block.where()}: no column _rlnImageName: a list of places without volumes, expected a volume for each particle")
+        wanted = "expected a volume for each particle (`extract` cuts them), or --tomograms and --box"
+        raise ListError(f"{block.where()}: no column _rlnImageName: a list of places without volumes, {wanted}")
     if "rlnTomoParticleName" in block.labels:
         return block.texts("rlnTomoParticleName"), "rlnTomoParticleName"
     return [f"{tomogram}/{row}" if tomogram else str(row) for row, tomogram in enumerate(tomograms, 1)], ""

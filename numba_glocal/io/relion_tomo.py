@@ -272,10 +272,11 @@ def read_coordinates(
     )
 
 
-def with_tomograms(particles: ParticleSet, path: str | Path) -> ParticleSet:
+def with_tomograms(particles: ParticleSet, path: str | Path, where: str | Path = "the list") -> ParticleSet:
     """The same particles with what a file of tomograms (RELION's or Warp's) says: coordinates in voxels of the tilt series, and about the centres.
 
     Coordinates of unknown voxels are taken to count those of the tilt series, with a warning where the images have others.
+    `where` names the list in messages.
 
     Raises
     ------
@@ -286,12 +287,12 @@ def with_tomograms(particles: ParticleSet, path: str | Path) -> ParticleSet:
     if places is None:
         return particles
     nothing = np.full(len(particles), np.nan)
-    sizes, series = _joined("the list", particles.tomograms, read_tomograms(path), np.full((len(particles), 3), np.nan), nothing)
+    sizes, series = _joined(str(where), particles.tomograms, read_tomograms(path), np.full((len(particles), 3), np.nan), nothing)
     images = particles.pixel_size_angst if particles.pixel_sizes_angst is None else particles.pixel_sizes_angst
     guessed = np.isnan(places.voxel_size_angst) & np.isfinite(series)
     if places.voxels is not None and (guessed & ~(np.abs(images / series - 1) <= SAME_PIXEL_SIZE)).any():
         warnings.warn(
-            f"the list does not say which voxels its coordinates count; those of the tilt series are taken ({series[guessed][0]:g} A, {path})",
+            f"{where} does not say which voxels its coordinates count; those of the tilt series are taken ({series[guessed][0]:g} A, {path})",
             stacklevel=2,
         )
     voxel = np.where(np.isfinite(places.voxel_size_angst), places.voxel_size_angst, series)

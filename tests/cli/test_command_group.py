@@ -12,13 +12,16 @@ import time
 from types import ModuleType
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from numba_glocal import __version__
-from numba_glocal.cli import console
+from numba_glocal.cli import console, running
 from numba_glocal.cli.main import COMMANDS, main
-from numba_glocal.errors import ListError, WorkerError
+from numba_glocal.errors import ListError, WorkerError, plural
+from numba_glocal.results import ClassResult
+from numba_glocal.values import FSCCurve
 
 CALL = "from numba_glocal.cli.main import main; main()"
 
@@ -225,3 +228,16 @@ def test_quiet_and_tables(capsys):
         stage.advance()
     console.warn("yes")
     assert capsys.readouterr() == ("", "numba-glocal: warning: yes\n")
+
+
+def test_only_classes_with_maps_are_announced():
+    fsc = FSCCurve(8, 1.0, *(np.ones(5),) * 4)
+    first, second, third = (ClassResult(number, (5, 5), 0.3, fsc, None) for number in (1, 2, 3))
+    empty = ClassResult(2, (0, 1), 0.1, None, None)
+    assert running._classes_with_maps((first, second, third)) == "class1 to class3 with maps and FSC"
+    assert running._classes_with_maps((first, empty, third)) == "class1, class3 with maps and FSC"
+    assert running._classes_with_maps((empty,)) == "no class with maps and FSC"
+
+
+def test_counted_words():
+    assert [plural(1, "box"), plural(24, "box"), plural(0, "particle"), plural(1, "particle")] == ["1 box", "24 boxes", "0 particles", "1 particle"]

@@ -95,6 +95,20 @@ def test_from_elsewhere_names_are_whole(project, monkeypatch, tmp_path):
     assert read_particles("p_optimisation_set.star", require_volumes=False).coordinates.as_voxels()[1].tolist() == [199 - 5, 149 + 1, 99 + 1.5]
 
 
+def test_all_names_start_from_one_folder(project, monkeypatch):
+    monkeypatch.chdir(project.parent)
+    convert("project/Refine/job1/set.star", "project/new/p.star")
+    found = pairs("project/new/p_optimisation_set.star")
+    assert found["_rlnTomoParticlesFile"] == "project/new/p.star" and found["_rlnTomoTomogramsFile"] == "project/Tomograms/tomograms.star"
+    assert len(read_particles("project/new/p_optimisation_set.star", require_volumes=False)) == 2
+
+
+def test_a_list_whose_tomograms_are_not_there_is_named(project):
+    (project / "Tomograms/others.star").write_text(TOMOGRAMS.replace("\nt1 ", "\nt9 "))
+    said = convert("Refine/job1/run_data.star", "new/p.star", "--tomograms", "Tomograms/others.star", code=2)
+    assert "Refine/job1/run_data.star: 1 of 1 tomograms are not in Tomograms/others.star: t1; it has t9" in said
+
+
 def test_other_lists_have_none(project):
     convert("Refine/job1/set.star", "new/p31.star", "--to", "relion31")
     convert("Refine/job1/run_data.star", "new/plain.star")
