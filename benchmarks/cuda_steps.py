@@ -233,7 +233,7 @@ def case(
 
     def again() -> None:
         kernels.score_chosen[(part, 1), kernels.REDUCE_THREADS](
-            *(templates, columns, lattice, turns, first, n_rotations, best_shift, 0, none, none, den, power, 0),
+            *(templates, columns, den_weight, lattice, turns, first, n_rotations, best_shift, 0, none, none, power, 0),
             *(np.float32(1.0), no_loss, 0, chosen, chosen_score),
         )
 

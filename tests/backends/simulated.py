@@ -369,14 +369,16 @@ def test_products_score_every_shift(monkeypatch, number_bytes, shifts_particles,
     if number_bytes == 2:
         assert (shift == cube.inside[inside.argmax(2)]).all()
 
-    den, power = rng.uniform(1, 2, (items, n_rotations)), rng.uniform(1, 2, items)
+    den_weight, power = rng.uniform(1, 2, (items, samples)), rng.uniform(1, 2, items)
+    den = den_weight @ (np.abs(f) ** 2).T
     chosen = np.array([[r, -1] for r in (2, 0, 1, 2, 0)], np.int32)
     loss = rng.normal(size=(items, n_rotations))
     for kind in (0, 1):
         score = cuda.to_device(np.full((items, 2), 7.0, np.float32))
         kernels.score_chosen[(items, 2), kernels.REDUCE_THREADS](
-            *(on_device, columns, lattice, cuda.to_device(turns), cuda.to_device(np.arange(items, dtype=np.int32)), n_rotations, best_shift),
-            *(1, *weights, *(cuda.to_device(each.astype(np.float32)) for each in (den, power)), kind, np.float32(1.5)),
+            *(on_device, columns, cuda.to_device(den_weight.astype(np.float32)), lattice, cuda.to_device(turns)),
+            *(cuda.to_device(np.arange(items, dtype=np.int32)), n_rotations, best_shift),
+            *(1, *weights, cuda.to_device(power.astype(np.float32)), kind, np.float32(1.5)),
             *(cuda.to_device(loss.astype(np.float32)), 1, cuda.to_device(chosen), score),
         )
         value, d, lost = (np.take_along_axis(each, chosen[:, :1], 1)[:, 0] for each in (taken, den, loss))

@@ -449,6 +449,7 @@ class CUDASearchSession:
             kernels.score_chosen[(len(part), level.keep), kernels.REDUCE_THREADS](
                 templates,
                 columns_2d,
+                den_weight,
                 lattice,
                 turns,
                 device_first,
@@ -457,7 +458,6 @@ class CUDASearchSession:
                 int(weighted),
                 device_multiplier,
                 device_bias,
-                den,
                 power,
                 kind,
                 factor,

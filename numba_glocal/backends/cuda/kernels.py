@@ -1188,6 +1188,7 @@ def best_of_tile(
 def score_chosen(
     templates,
     columns,
+    den_weight,
     lattice,
     turns,
     first,
@@ -1196,7 +1197,6 @@ def score_chosen(
     weighted,
     multiplier,
     bias,
-    den,
     power,
     kind,
     factor,
@@ -1210,7 +1210,8 @@ def score_chosen(
     Parameters
     ----------
     templates : as `fill_templates` leaves them.
-    columns : (w, 4 p) float32
+    columns : (w, 4 p) float32, den_weight : (w, 2 p) float32
+        As from `turn`.
     lattice : (2 p * 3,) int32
     turns : (cube rows, 3) float32
         ``step m / box`` of every row of the shift cube.
@@ -1219,7 +1220,7 @@ def score_chosen(
     best_shift : (w, a) int32
         Rows of the shift cube.
     weighted, multiplier, bias : as in the search kernels.
-    den : (w, a) float32, power : (w,) float32, kind, factor : as in `finish_scores`.
+    power : (w,) float32, kind, factor : as in `finish_scores`.
     loss : (w, a) float32, lossy : int
         Taken off where `lossy`.
     chosen : (p, keep) int32
@@ -1228,6 +1229,7 @@ def score_chosen(
         Written where something was chosen.
     """
     shared = cuda.shared.array(REDUCE_THREADS, float32)
+    shared_den = cuda.shared.array(REDUCE_THREADS, float32)
     p, place, tid = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
     row = chosen[p, place]
     if row < 0:
@@ -1235,26 +1237,28 @@ def score_chosen(
     w, a = first[p] + row // n_rotations, row % n_rotations
     shift = best_shift[w, a]
     n_pairs = columns.shape[1] // 4
-    total = float32(0.0)
+    total, den = float32(0.0), float32(0.0)
     for i in range(tid, n_pairs, REDUCE_THREADS):
         x, y, z = float32(lattice[6 * i]), float32(lattice[6 * i + 1]), float32(lattice[6 * i + 2])
         cp, sp, cq, sq = _phases(x, y, z, turns, shift, float32(-1.0))
         r0, i0, r1, i1 = load4(templates, (((a // 16) * n_pairs + i) * 16 + a % 16) * 4)
         total += (r0 * cp - i0 * sp) * columns[w, 4 * i] + (r0 * sp + i0 * cp) * columns[w, 4 * i + 1]
         total += (r1 * cq - i1 * sq) * columns[w, 4 * i + 2] + (r1 * sq + i1 * cq) * columns[w, 4 * i + 3]
-    shared[tid] = total
+        den += (r0 * r0 + i0 * i0) * den_weight[w, 2 * i] + (r1 * r1 + i1 * i1) * den_weight[w, 2 * i + 1]
+    shared[tid], shared_den[tid] = total, den
     cuda.syncthreads()
     step = REDUCE_THREADS // 2
     while step > 0:
         if tid < step:
             shared[tid] += shared[tid + step]
+            shared_den[tid] += shared_den[tid + step]
         cuda.syncthreads()
         step //= 2
     if tid == 0:
         value = shared[0]
         if weighted:
             value = value * multiplier[w, shift] + bias[w, shift]
-        d = max(den[w, a], float32(1e-30))
+        d = max(shared_den[0], float32(1e-30))
         value = float32(2.0) * value - d if kind == 0 else value / math.sqrt(d * power[w]) * factor
         if lossy:
             value -= loss[w, a]

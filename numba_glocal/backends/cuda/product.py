@@ -22,7 +22,7 @@ from .tensor import Weighting, root_weights
 _WRITE_BYTES_PER_US = {2: 1.2e6, 1: 0.9e6}
 _FLOPS_PER_US = {2: 7.0e8, 1: 1.3e9}
 _LAUNCHES_US = 150.0
-_TILE_BYTES = 256 << 20
+_TILE_BYTES = 2 << 30
 """Of a tile of trial shifts, whatever the device has: cuBLAS may add up in another order where a product has another size."""
 _LARGEST = {2: 64.0, 1: 200.0}
 """Largest number of the first rotation's templates, which others may exceed: half precision has room to 65,504 and keeps 11 bits down to 6e-5,

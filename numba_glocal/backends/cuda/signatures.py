@@ -36,7 +36,7 @@ KERNELS: dict[str, tuple[Any, ...]] = {
     "narrow_columns": (_f2, _f, _f, _i32, _f2, _n, _n, _n, _n, _h),
     "narrow_templates": (_f, _n, _i32, _f, _f2, _n, _n, _n, float32, _n, _h),
     "best_of_tile": (_f, _n, _n, _n, _n, _n, _i32, _f, float32, _n, _f2, _f2, _f2, _i2),
-    "score_chosen": (_f, _f2, _i32, _f2, _i32, _n, _i2, _n, _f2, _f2, _f2, _f, _n, float32, _f2, _n, _i2, _f2),
+    "score_chosen": (_f, _f2, _f2, _i32, _f2, _i32, _n, _i2, _n, _f2, _f2, _f, _n, float32, _f2, _n, _i2, _f2),
     "pack_rotated": (_f, _n, _i32, _f, _n, float32, _h),
     "pack_columns": (_f, _n, _i32, _f, _f, _f, _f, _h),
     "clear_sums": (int64[:, ::1],),
