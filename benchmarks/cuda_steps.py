@@ -21,7 +21,7 @@ from common import need_gpus
 from numba import cuda, float32
 
 from numba_glocal.backends import lines
-from numba_glocal.backends.cuda import gemm, kernels
+from numba_glocal.backends.cuda import choosing, gemm, launching, normal_equations, refining, scoring, turning
 from numba_glocal.backends.cuda.backend import _ball_radius2, den_products, device_name
 from numba_glocal.backends.cuda.product import ProductSearch, Way, shift_turns
 from numba_glocal.backends.cuda.scratch import Scratch
@@ -143,10 +143,10 @@ def case(
     chosen, chosen_score = cuda.device_array((part, 1), np.int32), cuda.device_array((part, 1), np.float32)
 
     def build() -> None:
-        kernels.fill_templates[(-(-2 * band.n_pairs // 128), n_rotations), 128](reference, c, points, matrices, templates, powers)
+        turning.fill_templates[(-(-2 * band.n_pairs // 128), n_rotations), 128](reference, c, points, matrices, templates, powers)
 
     def turn() -> None:
-        kernels.turn[(-(-2 * band.n_pairs // 128), part), 128](
+        turning.turn[(-(-2 * band.n_pairs // 128), part), 128](
             spectra,
             size,
             slots,
@@ -222,17 +222,17 @@ def case(
         halves[way].run(columns, part, Weighting(False, none, none), best, best_shift, scratch)
 
     def scores() -> None:
-        kernels.finish_scores[(-(-n_rotations // 128), part), 128](best, den, power, 0, np.float32(1.0))
+        scoring.finish_scores[(-(-n_rotations // 128), part), 128](best, den, power, 0, np.float32(1.0))
 
     kept = cuda.device_array((part, 1, 9), np.float32)
 
     def choice() -> None:
-        kernels.choose[part, kernels.CHOOSE_THREADS](best, first, count, starts, matrices, np.float32(2.9), 1, kept, chosen, chosen_score)
+        choosing.choose[part, choosing.CHOOSE_THREADS](best, first, count, starts, matrices, np.float32(2.9), 1, kept, chosen, chosen_score)
 
     turns, no_loss = cuda.to_device(shift_turns(cube, box)), cuda.to_device(np.zeros((1, 1), np.float32))
 
     def again() -> None:
-        kernels.score_chosen[(part, 1), kernels.REDUCE_THREADS](
+        choosing.score_chosen[(part, 1), launching.REDUCE_THREADS](
             *(templates, columns, den_weight, lattice, turns, first, n_rotations, best_shift, 0, none, none, power, 0),
             *(np.float32(1.0), no_loss, 0, chosen, chosen_score),
         )
@@ -318,7 +318,7 @@ def refinement(box: int, k_max: int, particles: int) -> dict[str, Any]:
     items = particles
     rotations, shifts = cuda.to_device(uniform_rotations(items).reshape(-1, 9)), cuda.to_device(rng.normal(size=(items, 3)))
     anchors = cuda.to_device(np.zeros((items, 3)))
-    sums, taken = cuda.device_array((items, kernels.N_SUMS), np.float64), cuda.device_array(items, np.int32)
+    sums, taken = cuda.device_array((items, normal_equations.N_SUMS), np.float64), cuda.device_array(items, np.int32)
     arguments = (
         reference,
         c,
@@ -351,7 +351,7 @@ def refinement(box: int, k_max: int, particles: int) -> dict[str, Any]:
         sums,
         taken,
     )
-    time_ms = milliseconds(lambda: kernels.refine[items, kernels.REFINE_THREADS](*arguments))
+    time_ms = milliseconds(lambda: refining.refine[items, normal_equations.REFINE_THREADS](*arguments))
     return {"box": box, "k_max": k_max, "particles": items, "evaluations": 6, "us_per_particle": round(1e3 * time_ms / items, 3)}
 
 

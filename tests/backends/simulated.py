@@ -19,7 +19,7 @@ from numba_glocal import particles
 from numba_glocal.backends import lines
 from numba_glocal.backends.cpu import CPUBackend
 from numba_glocal.backends.cuda import backend as cuda_backend
-from numba_glocal.backends.cuda import gemm, kernels, memory, prepare, product
+from numba_glocal.backends.cuda import choosing, gemm, launching, memory, packing, prepare, product, scoring
 from numba_glocal.backends.cuda import store as store_module
 from numba_glocal.backends.cuda.backend import CUDABackend
 from numba_glocal.backends.cuda.scratch import Scratch
@@ -61,8 +61,9 @@ def _launches():
 def _few_threads(monkeypatch):
     """A thread of the simulator is one of the machine; with few of them the loops over voxels have something to do as well."""
     monkeypatch.setattr(prepare, "SUM_THREADS", 16)
-    monkeypatch.setattr(kernels, "REDUCE_THREADS", 16)
-    monkeypatch.setattr(kernels, "CHOOSE_THREADS", 16)
+    for module in (launching, packing, scoring, choosing):
+        monkeypatch.setattr(module, "REDUCE_THREADS", 16)
+    monkeypatch.setattr(choosing, "CHOOSE_THREADS", 16)
 
 
 @pytest.fixture
@@ -346,7 +347,7 @@ def test_products_score_every_shift(monkeypatch, number_bytes, shifts_particles,
             a, b = eight_values(a), eight_values(b)
         out[: rows * wide].copy_to_device((a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32).ravel())
 
-    monkeypatch.setattr(kernels, "MOST_ROWS", 2)  # a launch's rotations do not all fit along y
+    monkeypatch.setattr(launching, "MOST_ROWS", 2)  # a launch's rotations do not all fit along y
     monkeypatch.setattr(gemm, "ALIGNMENT", 8)
     monkeypatch.setattr(gemm, "product_half" if number_bytes == 2 else "product_eight", multiply)
     lattice = cuda.to_device(band.lattice.astype(np.int32).ravel())
@@ -375,7 +376,7 @@ def test_products_score_every_shift(monkeypatch, number_bytes, shifts_particles,
     loss = rng.normal(size=(items, n_rotations))
     for kind in (0, 1):
         score = cuda.to_device(np.full((items, 2), 7.0, np.float32))
-        kernels.score_chosen[(items, 2), kernels.REDUCE_THREADS](
+        choosing.score_chosen[(items, 2), launching.REDUCE_THREADS](
             *(on_device, columns, cuda.to_device(den_weight.astype(np.float32)), lattice, cuda.to_device(turns)),
             *(cuda.to_device(np.arange(items, dtype=np.int32)), n_rotations, best_shift),
             *(1, *weights, cuda.to_device(power.astype(np.float32)), kind, np.float32(1.5)),
@@ -439,7 +440,7 @@ def test_no_candidate_is_chosen_twice():
     turned = Rotation.random(n_rotations, random_state=3).as_matrix().reshape(-1, 9).astype(np.float32)
     chosen, found = cuda.device_array((particles, keep), np.int32), cuda.device_array((particles, keep), np.float32)
     each = np.arange(particles, dtype=np.int32)
-    kernels.choose[particles, kernels.CHOOSE_THREADS](
+    choosing.choose[particles, choosing.CHOOSE_THREADS](
         *map(cuda.to_device, (scores, each, np.ones_like(each), np.tile(np.eye(3, dtype=np.float32).ravel(), (particles, 1)), turned)),
         *(np.float32(2.99), keep, cuda.device_array((particles, keep, 9), np.float32), chosen, found),
     )
@@ -452,7 +453,7 @@ def test_losses_are_taken_off_scores():
     best = np.array([[3.0, 2.0, -1e38], [1.0, 5.0, 4.0]], np.float32)
     loss = np.array([[1.0, np.inf, 1.0], [0.0, 2.5, np.inf]], np.float32)
     device = cuda.to_device(best)
-    kernels.take_off[(1, 2), 8](device, cuda.to_device(loss))
+    scoring.take_off[(1, 2), 8](device, cuda.to_device(loss))
     np.testing.assert_array_equal(device.copy_to_host(), np.array([[2.0, -1e38, -1e38], [1.0, 2.5, -1e38]], np.float32))
 
 
@@ -582,7 +583,7 @@ def test_parts_of_a_search_depend_on_no_memory(make_case, monkeypatch, quick_tra
     assert sizes(1 << 40) == usual and len(sizes(4 << 10)) == 7
     monkeypatch.setattr(cuda_backend, "_PART_BYTES", 1 << 40)
     assert sizes(1 << 50) == [7]
-    monkeypatch.setattr(kernels, "MOST_ITEMS", 3)
+    monkeypatch.setattr(launching, "MOST_ITEMS", 3)
     assert sizes(1 << 50) == [3, 3, 1]
 
 

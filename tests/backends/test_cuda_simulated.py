@@ -32,8 +32,7 @@ def check_types(launches: dict[str, list[str]]) -> None:
         from numba_glocal.backends.cuda.signatures import KERNELS, PREPARE, SEARCH
     except ImportError:  # no CUDA toolkit
         return
-    listed = {f"numba_glocal.backends.cuda.kernels.{name}": types for name, types in KERNELS.items()}
-    listed |= {f"numba_glocal.backends.cuda.prepare.{name}": types for name, types in PREPARE.items()}
+    listed = {f"{kernel.__module__}.{kernel.__name__}": types for kernel, types in (KERNELS | PREPARE).items()}
     seen = 0
     for name, found in launches.items():
         types = SEARCH if name.endswith(".search") else listed.get(name)

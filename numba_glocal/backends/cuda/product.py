@@ -15,7 +15,7 @@ from numba import cuda
 from numpy.typing import NDArray
 
 from .. import lines
-from . import gemm, kernels
+from . import gemm, launching, packing, scoring
 from .scratch import Scratch
 from .tensor import Weighting, root_weights
 
@@ -75,7 +75,7 @@ class ProductSearch:
     band : LineBand
     n_rotations, n_shifts : int
     templates : device array
-        As `kernels.fill_templates` leaves them.
+        As `turning.fill_templates` leaves them.
     lattice, root, turns, shift_rows : device arrays
         `turns` of the trial shifts, the smallest, which is none, first.
     scale : float
@@ -140,7 +140,7 @@ class ProductSearch:
         kind: Any = np.float16 if number == 2 else np.uint8
         multiply = gemm.product_half if number == 2 else gemm.product_eight
         scales = scratch.array("column scales", items, np.float32)
-        kernels.column_scales[items, kernels.REDUCE_THREADS](columns, self.root, size, np.float32(_COLUMN_SCALE[number]), scales)
+        packing.column_scales[items, launching.REDUCE_THREADS](columns, self.root, size, np.float32(_COLUMN_SCALE[number]), scales)
         shifts_columns = self.way.shifts_particles
         rows = wide if shifts_columns else self.n_rotations  # that are written for every shift
         most = min(_TILE_BYTES, scratch.part_bytes) // max(number * rows * depth, 4 * self.n_rotations * wide)
@@ -152,12 +152,12 @@ class ProductSearch:
         blocks = -(-depth // 512)
 
         def fill_columns(first: int, count: int) -> None:
-            kernels.narrow_columns[(blocks, wide), 128](
+            packing.narrow_columns[(blocks, wide), 128](
                 columns, self.root, scales, self.lattice, self.turns, first, count, wide, depth, narrow_columns
             )
 
         def fill_templates(first: int, count: int) -> None:
-            kernels.narrow_templates[kernels.rotation_grid(blocks, self.n_rotations), 128](
+            packing.narrow_templates[launching.rotation_grid(blocks, self.n_rotations), 128](
                 self.templates,
                 self.band.n_pairs,
                 self.lattice,
@@ -182,7 +182,7 @@ class ProductSearch:
             else:
                 multiply(narrow_templates, narrow_columns, products, count * self.n_rotations, wide, depth)
                 strides = self.n_rotations * wide, wide
-            kernels.best_of_tile[kernels.rotation_grid(-(-items // 128), self.n_rotations), 128](
+            scoring.best_of_tile[launching.rotation_grid(-(-items // 128), self.n_rotations), 128](
                 products,
                 *strides,
                 first,
