@@ -10,7 +10,7 @@ import pytest
 cuda = pytest.importorskip("numba.cuda")
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from numba import float32, uint8  # noqa: E402
+from numba import float32, int8  # noqa: E402
 
 try:
     from numba.cuda import dispatcher
@@ -101,6 +101,6 @@ def test_every_shift_of_the_ball_belongs_to_one_group():
 @pytest.mark.parametrize("kernel", [packing.narrow_columns, packing.narrow_templates], ids=name_of)
 def test_numbers_are_stored_as_the_array_asks(kernel):
     half = ptx_of(kernel, KERNELS[kernel])
-    eight = ptx_of(kernel, (*KERNELS[kernel][:-1], uint8[::1]))
-    assert "e4m3x2" in eight and "e4m3x2" not in half
+    eight = ptx_of(kernel, (*KERNELS[kernel][:-1], int8[::1]))
+    assert "prmt" in eight and "prmt" not in half
     assert "f16" in half and "f16" not in instructions(eight).replace("b16", "")

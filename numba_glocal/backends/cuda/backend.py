@@ -43,6 +43,10 @@ _WORK_SHARE = 0.15
 _PART_BYTES = 1 << 30
 """Of a part of a search: the same on all devices that have room for it, for the way it is made and its last bits depend on how many starts it has."""
 _SCRATCH_SHARE = 0.05
+_CONTENDERS = 3
+"""Best candidates of a search in whole numbers that are scored again before any is chosen: on made particles the best was always among two."""
+_ANY_TRACE = 4.0
+"""Of the turn from one candidate to another: no two are too near each other."""
 
 
 def den_products(powers: Any, den_weight: Any, den: Any, half: bool) -> None:
@@ -91,17 +95,18 @@ class CUDABackend:
     share : int
         Processes that share the GPU.
     precision : str
-        Of searches. "half": on the tensor cores in half precision where that is faster; "fp8": there in FP8 where that is faster still;
-        "single": never on them. The candidates kept are scored again in single precision, and refinement is single in all.
+        Of searches. "int8": on the tensor cores, of many particles in whole numbers of 8 bits, where that is faster; "half": there in half
+        precision; "single": never on them; "auto": "int8" where this GPU has it, else "half". What comes out best is scored again in single
+        precision, and refinement is single in all.
     """
 
     name = "cuda"
 
-    def __init__(self, memory_bytes: int | None = None, share: int = 1, precision: str = "half") -> None:
-        self.precision = precision
+    def __init__(self, memory_bytes: int | None = None, share: int = 1, precision: str = "auto") -> None:
         self.device = device_name()
-        if precision == "fp8" and not gemm.eight_available():
-            raise DeviceError(f"--gpu-precision fp8 needs a GPU of compute capability 8.9 or later and cuBLAS, here: {self.device}; use half")
+        if precision == "int8" and not gemm.eight_available():
+            raise DeviceError(f"--gpu-precision int8 needs a GPU of compute capability 7.2 or later and cuBLAS, here: {self.device}; use half")
+        self.precision = ("int8" if gemm.eight_available() else "half") if precision == "auto" else precision
         free = free_bytes()
         self.memory_bytes = min(memory_bytes, free // share) if memory_bytes else free // share
         self.scratch = Scratch(min(2 << 30, int(self.memory_bytes * _SCRATCH_SHARE)))
@@ -430,23 +435,19 @@ class CUDASearchSession:
         first = np.searchsorted(p_of, part).astype(np.int32)
         device_first = cuda.to_device(first)
         count = np.diff(np.append(first, items)).astype(np.int32)
-        chosen = cuda.device_array((len(part), level.keep), np.int32)
-        chosen_score = cuda.device_array((len(part), level.keep), np.float32)
-        min_trace = np.float32(1.0 + 2.0 * math.cos(math.radians(level.separation_deg)))
-        choosing.choose[len(part), choosing.CHOOSE_THREADS](
-            best,
-            device_first,
-            cuda.to_device(count),
-            device_starts,
-            matrices,
-            min_trace,
-            level.keep,
-            cuda.device_array((len(part), level.keep, 9), np.float32),
-            chosen,
-            chosen_score,
-        )
-        if narrow is not None:
-            choosing.score_chosen[(len(part), level.keep), launching.REDUCE_THREADS](
+        device_count = cuda.to_device(count)
+
+        def choose(keep: int, min_trace: float, name: str) -> tuple[Any, Any]:
+            chosen = scratch.array(f"chosen {name}", (len(part), keep), np.int32)
+            score = scratch.array(f"score {name}", (len(part), keep), np.float32)
+            kept = scratch.array("kept rotations", (len(part), keep, 9), np.float32)
+            choosing.choose[len(part), choosing.CHOOSE_THREADS](
+                best, device_first, device_count, device_starts, matrices, np.float32(min_trace), keep, kept, chosen, score
+            )
+            return chosen, score
+
+        def score_again(chosen: Any, score: Any, known: Any, n_known: int) -> None:
+            choosing.score_chosen[chosen.shape, launching.REDUCE_THREADS](
                 templates,
                 columns_2d,
                 den_weight,
@@ -464,8 +465,21 @@ class CUDASearchSession:
                 device_losses,
                 int(bool(priors)),
                 chosen,
-                chosen_score,
+                known,
+                n_known,
+                best,
+                score,
             )
+
+        known, n_known = None, 0
+        if isinstance(narrow, ProductSearch) and narrow.way.number_bytes == 1:
+            # of what is nearly best, single precision tells the order
+            n_known = min(_CONTENDERS, int(count.max()) * rotations)
+            known, known_score = choose(n_known, _ANY_TRACE, "contenders")
+            score_again(known, known_score, known, 0)
+        chosen, chosen_score = choose(level.keep, 1.0 + 2.0 * math.cos(math.radians(level.separation_deg)), "best")
+        if narrow is not None:
+            score_again(chosen, chosen_score, chosen if known is None else known, n_known)
         rows, found = chosen.copy_to_host(), chosen_score.copy_to_host()
         if narrow is not None and level.keep > 1:
             order = np.argsort(np.where(rows >= 0, -found, np.inf), axis=1, kind="stable")

@@ -104,6 +104,9 @@ def score_chosen(
     loss,
     lossy,
     chosen,
+    known,
+    n_known,
+    best,
     score,
 ):
     """Scores of chosen candidates in single precision, as `finish_scores` makes them; a block a candidate, threads in a fixed order.
@@ -126,6 +129,10 @@ def score_chosen(
         Taken off where `lossy`.
     chosen : (p, keep) int32
         As from `choose`.
+    known : (p, n_known) int32
+        Candidates, as in `chosen`, whose scores in `best` are in single precision already.
+    best : (w, a) float32
+        Scores of all candidates; those found here take their places.
     score : (p, keep) float32
         Written where something was chosen.
     """
@@ -136,6 +143,11 @@ def score_chosen(
     if row < 0:
         return
     w, a = first[p] + row // n_rotations, row % n_rotations
+    for j in range(n_known):
+        if known[p, j] == row:
+            if tid == 0:
+                score[p, place] = best[w, a]
+            return
     shift = best_shift[w, a]
     n_pairs = columns.shape[1] // 4
     total, den = float32(0.0), float32(0.0)
@@ -163,4 +175,5 @@ def score_chosen(
         value = float32(2.0) * value - d if kind == 0 else value / math.sqrt(d * power[w]) * factor
         if lossy:
             value -= loss[w, a]
+        best[w, a] = value
         score[p, place] = value

@@ -6,13 +6,13 @@ import math
 
 from numba import cuda, float32, int32
 
-from .vector import load2
+from .vector import fast_cos, fast_sin, load2
 
 N_SUMS = 29
 """Hessian (21), gradient (6), overlap and model power of a pose."""
 
-REFINE_THREADS = 256
-"""Threads that share a pose's samples."""
+REFINE_THREADS, REFINE_BLOCKS = 256, 3
+"""Threads that share a pose's samples, and poses on a multiprocessor at once (255 registers a thread, one pose: twice as slow)."""
 
 _ONE, _SIXTH = float32(1.0), float32(1.0 / 6.0)
 _called = cuda.jit(device=True)  # the compiler inlines it; Numba doing so would take longer to compile than all the rest
@@ -63,7 +63,7 @@ def accumulate(
         turns = kx * pose[9] + ky * pose[10] + kz * pose[11]
         turns -= math.floor(turns + float32(0.5))
         angle = float32(2.0 * math.pi) * turns
-        cos, sin = math.cos(angle), math.sin(angle)
+        cos, sin = fast_cos(angle), fast_sin(angle)
         xr, xi = load2(cubes, cube_base + 2 * cube_index[i])
         dr, di = xr * cos - xi * sin, xr * sin + xi * cos
         sign = float32(1.0)

@@ -1,13 +1,16 @@
-"""Kernels that write columns and templates in half precision or FP8: rows of the matrix product, or fragments for the tensor cores."""
+"""Kernels that write columns and templates as narrow numbers: rows of the matrix product, or fragments for the tensor cores."""
 
 from __future__ import annotations
 
 import math
 
-from numba import cuda, float32
+from numba import cuda, float32, int64
 
 from .launching import REDUCE_THREADS, block_rotation
 from .vector import load4, store_half2, store_half4, store_narrow4
+
+TOGETHER = 4
+"""Rows that a thread of `narrow_columns` and `narrow_templates` writes for each trial shift."""
 
 _jit = cuda.jit(fastmath=True, cache=True)
 _device = cuda.jit(device=True, fastmath=True, inline=True, cache=True)
@@ -45,6 +48,64 @@ def column_scales(columns, root, size, scale, out):
 
 
 @_device
+def _factor(largest, total, peak, norm, shared_peak, shared_norm, tid):
+    """Factor of a row by the largest power and the sum of powers that each thread of the block found."""
+    shared_peak[tid], shared_norm[tid] = largest, total
+    cuda.syncthreads()
+    step = REDUCE_THREADS // 2
+    while step > 0:
+        if tid < step:
+            shared_peak[tid] = max(shared_peak[tid], shared_peak[tid + step])
+            shared_norm[tid] += shared_norm[tid + step]
+        cuda.syncthreads()
+        step //= 2
+    return min(peak / math.sqrt(shared_peak[0] + float32(1e-30)), norm / math.sqrt(shared_norm[0] + float32(1e-30)))
+
+
+@_jit
+def column_factors(columns, root, peak, norm, out):
+    """What brings each work item's column, divided by `root`, into the range of narrow numbers; a block an item, threads in a fixed order.
+
+    Parameters
+    ----------
+    columns : (w, 4 p) float32
+        ``[pair][re +z, im +z, re -z, im -z]``.
+    root : (2 p,) float32
+    peak, norm : float32
+        Largest amplitude, and largest norm of a whole column, after it.
+    out : (w,) float32
+    """
+    shared_peak = cuda.shared.array(REDUCE_THREADS, float32)
+    shared_norm = cuda.shared.array(REDUCE_THREADS, float32)
+    w, tid = cuda.blockIdx.x, cuda.threadIdx.x
+    largest, total = float32(0.0), float32(0.0)
+    for i in range(tid, root.shape[0], REDUCE_THREADS):
+        re, im = columns[w, 2 * i] / root[i], columns[w, 2 * i + 1] / root[i]
+        power = re * re + im * im
+        largest = max(largest, power)
+        total += power
+    factor = _factor(largest, total, peak, norm, shared_peak, shared_norm, tid)
+    if tid == 0:
+        out[w] = factor
+
+
+@_jit
+def template_factors(powers, root, peak, norm, out):
+    """As `column_factors`, of rotated references, multiplied by `root`, from their powers (a, 2 p) float32; out : (a,) float32."""
+    shared_peak = cuda.shared.array(REDUCE_THREADS, float32)
+    shared_norm = cuda.shared.array(REDUCE_THREADS, float32)
+    a, tid = cuda.blockIdx.x, cuda.threadIdx.x
+    largest, total = float32(0.0), float32(0.0)
+    for i in range(tid, root.shape[0], REDUCE_THREADS):
+        power = powers[a, i] * root[i] * root[i]
+        largest = max(largest, power)
+        total += power
+    factor = _factor(largest, total, peak, norm, shared_peak, shared_norm, tid)
+    if tid == 0:
+        out[a] = factor
+
+
+@_device
 def phases(x, y, z, turns, t, sign):
     """cos and sin of ``sign 2 pi (x, y, z).turns[t]`` and of the same at -z."""
     flat = x * turns[t, 0] + y * turns[t, 1]
@@ -57,18 +118,17 @@ def phases(x, y, z, turns, t, sign):
 
 
 @_jit
-def narrow_columns(columns, root, scales, lattice, turns, first, n_shifts, wide, depth, out):
+def narrow_columns(columns, root, factors, lattice, turns, first, n_shifts, wide, depth, out):
     """Particles' columns for the matrix product, shifted the other way than a reference would be: rows ``(shift - first) * wide + item``.
 
-    A thread takes a pair of samples of one item; those past the last sample and past the last item write zeros.
+    A thread takes a pair of samples of `TOGETHER` items, whose phases are the same; pairs past the last, and items past the last, are zeros.
 
     Parameters
     ----------
     columns : (w, 4 p) float32
         ``[pair][re +z, im +z, re -z, im -z]``.
     root : (2 p,) float32
-        Square root of 1 / sigma2 at every sample.
-    scales : (w,) float32
+    factors : (w,) float32
         What each item is multiplied by, after division by `root`.
     lattice : (2 p * 3,) int32
         n = (x, y, z) of every sample.
@@ -76,53 +136,74 @@ def narrow_columns(columns, root, scales, lattice, turns, first, n_shifts, wide,
         ``step m / box`` of every trial shift: a sample's phase is ``2 pi n.turns``.
     first, n_shifts : int
         Shifts of this tile.
-    wide, depth : int
-        Items and samples with padding, multiples of 4.
-    out : (rows * depth,) float16, or uint8 for FP8
+    wide : int
+        Items, with padding if any.
+    depth : int
+        Length of a row, a multiple of 4.
+    out : float16 or int8
     """
-    i, w = cuda.grid(1), cuda.blockIdx.y
+    i, w0 = cuda.grid(1), TOGETHER * cuda.blockIdx.y
     if 4 * i >= depth:
         return
-    r0, i0, r1, i1 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
-    x, y, z = float32(0.0), float32(0.0), float32(0.0)
-    if w < columns.shape[0] and i < root.shape[0] // 2:
-        u, v = scales[w] / root[2 * i], scales[w] / root[2 * i + 1]
-        r0, i0, r1, i1 = u * columns[w, 4 * i], u * columns[w, 4 * i + 1], v * columns[w, 4 * i + 2], v * columns[w, 4 * i + 3]
+    v = cuda.local.array(4 * TOGETHER, float32)
+    x, y, z, s0, s1 = float32(0.0), float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+    inside = i < root.shape[0] // 2
+    if inside:
         x, y, z = float32(lattice[6 * i]), float32(lattice[6 * i + 1]), float32(lattice[6 * i + 2])
+        s0, s1 = float32(1.0) / root[2 * i], float32(1.0) / root[2 * i + 1]
+    for j in range(TOGETHER):
+        r0, i0, r1, i1 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+        w = w0 + j
+        if inside and w < columns.shape[0]:
+            f0, f1 = s0 * factors[w], s1 * factors[w]
+            r0, i0, r1, i1 = f0 * columns[w, 4 * i], f0 * columns[w, 4 * i + 1], f1 * columns[w, 4 * i + 2], f1 * columns[w, 4 * i + 3]
+        v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3] = r0, i0, r1, i1
     for t in range(n_shifts):
         cp, sp, cq, sq = phases(x, y, z, turns, first + t, float32(1.0))
-        store_narrow4(out, (t * wide + w) * depth + 4 * i, r0 * cp - i0 * sp, r0 * sp + i0 * cp, r1 * cq - i1 * sq, r1 * sq + i1 * cq)
+        at = (int64(t) * wide + w0) * depth + 4 * i
+        for j in range(TOGETHER):
+            if w0 + j < wide:
+                r0, i0, r1, i1 = v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]
+                store_narrow4(out, at + j * depth, r0 * cp - i0 * sp, r0 * sp + i0 * cp, r1 * cq - i1 * sq, r1 * sq + i1 * cq)
 
 
 @_jit
-def narrow_templates(templates, n_pairs, lattice, root, turns, first, n_shifts, n_rotations, scale, depth, out):
+def narrow_templates(templates, n_pairs, lattice, root, turns, first, n_shifts, n_rotations, factors, depth, out):
     """Rotated and shifted references for the matrix product: rows ``(shift - first) * n_rotations + rotation``.
 
-    A thread takes a pair of samples of one rotation; those past the last sample write zeros.
+    A thread takes a pair of samples of `TOGETHER` rotations; those past the last sample write zeros.
 
     Parameters
     ----------
     templates : as `fill_templates` leaves them.
-    lattice, root, turns, first, n_shifts : as in `narrow_columns`
-        A reference's phase is ``-2 pi n.turns``.
-    scale : float32
-    depth : int
-        Length of a row, a multiple of 4.
-    out : (rows * depth,) float16, or uint8 for FP8
+    lattice, root, turns, first, n_shifts, depth, out : as in `narrow_columns`
+        A reference is multiplied by `root`, and its phase is ``-2 pi n.turns``.
+    factors : (a,) float32
     """
-    i, a = cuda.grid(1), block_rotation()
-    if 4 * i >= depth or a >= n_rotations:
+    i, a0 = cuda.grid(1), TOGETHER * block_rotation()
+    if 4 * i >= depth or a0 >= n_rotations:
         return
-    r0, i0, r1, i1 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
-    x, y, z = float32(0.0), float32(0.0), float32(0.0)
-    if i < n_pairs:
-        r0, i0, r1, i1 = load4(templates, (((a // 16) * n_pairs + i) * 16 + a % 16) * 4)
-        u, v = scale * root[2 * i], scale * root[2 * i + 1]
-        r0, i0, r1, i1 = u * r0, u * i0, v * r1, v * i1
+    v = cuda.local.array(4 * TOGETHER, float32)
+    x, y, z, s0, s1 = float32(0.0), float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+    inside = i < n_pairs
+    if inside:
         x, y, z = float32(lattice[6 * i]), float32(lattice[6 * i + 1]), float32(lattice[6 * i + 2])
+        s0, s1 = root[2 * i], root[2 * i + 1]
+    for j in range(TOGETHER):
+        r0, i0, r1, i1 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+        a = a0 + j
+        if inside and a < n_rotations:
+            r0, i0, r1, i1 = load4(templates, (((a // 16) * n_pairs + i) * 16 + a % 16) * 4)
+            f0, f1 = s0 * factors[a], s1 * factors[a]
+            r0, i0, r1, i1 = f0 * r0, f0 * i0, f1 * r1, f1 * i1
+        v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3] = r0, i0, r1, i1
     for t in range(n_shifts):
         cp, sp, cq, sq = phases(x, y, z, turns, first + t, float32(-1.0))
-        store_narrow4(out, (t * n_rotations + a) * depth + 4 * i, r0 * cp - i0 * sp, r0 * sp + i0 * cp, r1 * cq - i1 * sq, r1 * sq + i1 * cq)
+        at = (int64(t) * n_rotations + a0) * depth + 4 * i
+        for j in range(TOGETHER):
+            if a0 + j < n_rotations:
+                r0, i0, r1, i1 = v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]
+                store_narrow4(out, at + j * depth, r0 * cp - i0 * sp, r0 * sp + i0 * cp, r1 * cq - i1 * sq, r1 * sq + i1 * cq)
 
 
 @_jit

@@ -6,7 +6,8 @@ import math
 
 from numba import cuda, float32, float64, int32
 
-from .normal_equations import N_SUMS, REFINE_THREADS, accumulate
+from .normal_equations import N_SUMS, REFINE_BLOCKS, REFINE_THREADS, accumulate
+from .vector import jit_for_blocks
 
 _SEGMENTS = 8
 _SEGMENT = REFINE_THREADS // _SEGMENTS
@@ -107,7 +108,7 @@ def _exp(v0, v1, v2, out):
     out[6], out[7], out[8] = -a * v1 + b * v0 * v2, a * v0 + b * v1 * v2, 1.0 - b * (v0 * v0 + v1 * v1)
 
 
-@cuda.jit(cache=True)
+@jit_for_blocks(REFINE_THREADS, REFINE_BLOCKS, fastmath=False)
 def refine(
     reference,
     c,

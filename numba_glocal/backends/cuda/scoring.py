@@ -15,19 +15,19 @@ _device = cuda.jit(device=True, fastmath=True, inline=True, cache=True)
 
 @_jit
 def best_of_tile(
-    products, by_shift, by_rotation, first, n_shifts, n_rotations, shift_rows, scales, factor, weighted, multiplier, bias, best, best_shift
+    products, by_shift, by_rotation, first, n_shifts, n_rotations, shift_rows, scales, factors, weighted, multiplier, bias, best, best_shift
 ):
     """Running best over the shifts of a tile; a thread a work item and rotation, items side by side.
 
     Parameters
     ----------
-    products : flat float32
+    products : flat float32 or int32
         Of shift t, rotation a and item w at ``(t - first) * by_shift + a * by_rotation + w``.
     first, n_shifts : int
         Shifts of the tile; with `first` 0 the best starts anew.
     shift_rows : (shifts,) int32
         Row of the shift cube of each trial shift.
-    scales : (w,) float32, factor : float32
+    scales : (w,) float32, factors : (a,) float32
         What the columns and the templates were multiplied by.
     weighted, multiplier, bias : as in the search kernels.
     best : (w, a) float32, best_shift : (w, a) int32
@@ -38,10 +38,10 @@ def best_of_tile(
     top, where = float32(-1e38), int32(-1)
     if first > 0:
         top, where = best[w, a], best_shift[w, a]
-    back = float32(1.0) / (scales[w] * factor)
+    back = float32(1.0) / (scales[w] * factors[a])
     at = a * by_rotation + w
     for t in range(n_shifts):
-        value = products[at + t * by_shift] * back
+        value = float32(products[at + t * by_shift]) * back
         row = shift_rows[first + t]
         if weighted:
             value = value * multiplier[w, row] + bias[w, row]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from numba.cuda.types import float16, float32, float64, int16, int32, int64, uint8, uint64
+from numba.cuda.types import float16, float32, float64, int8, int16, int32, int64, uint64
 
 from . import choosing, contraction, insertion, packing, prepare, refining, residuals, scoring, turning
 
@@ -34,9 +34,11 @@ KERNELS: dict[Any, tuple[Any, ...]] = {
     ),
     packing.column_scales: (_f2, _f, _n, float32, _f),
     packing.narrow_columns: (_f2, _f, _f, _i32, _f2, _n, _n, _n, _n, _h),
-    packing.narrow_templates: (_f, _n, _i32, _f, _f2, _n, _n, _n, float32, _n, _h),
-    scoring.best_of_tile: (_f, _n, _n, _n, _n, _n, _i32, _f, float32, _n, _f2, _f2, _f2, _i2),
-    choosing.score_chosen: (_f, _f2, _f2, _i32, _f2, _i32, _n, _i2, _n, _f2, _f2, _f, _n, float32, _f2, _n, _i2, _f2),
+    packing.narrow_templates: (_f, _n, _i32, _f, _f2, _n, _n, _n, _f, _n, _h),
+    packing.column_factors: (_f2, _f, float32, float32, _f),
+    packing.template_factors: (_f2, _f, float32, float32, _f),
+    scoring.best_of_tile: (_f, _n, _n, _n, _n, _n, _i32, _f, _f, _n, _f2, _f2, _f2, _i2),
+    choosing.score_chosen: (_f, _f2, _f2, _i32, _f2, _i32, _n, _i2, _n, _f2, _f2, _f, _n, float32, _f2, _n, _i2, _i2, _n, _f2, _f2),
     packing.pack_rotated: (_f, _n, _i32, _f, _n, float32, _h),
     packing.pack_columns: (_f, _n, _i32, _f, _f, _f, _f, _h),
     insertion.clear_sums: (int64[:, ::1],),
@@ -101,11 +103,12 @@ def jobs(precision: str) -> tuple[list[Job], list[Job]]:
     Parameters
     ----------
     precision : str
-        Of searches: "half", "fp8" or "single".
+        Of searches: "auto" (as "int8"), "int8", "half" or "single".
     """
     types_of = KERNELS | PREPARE
-    if precision == "fp8":
-        types_of |= {kernel: (*KERNELS[kernel][:-1], uint8[::1]) for kernel in (packing.narrow_columns, packing.narrow_templates)}
+    if precision in ("auto", "int8"):
+        types_of |= {kernel: (*KERNELS[kernel][:-1], int8[::1]) for kernel in (packing.narrow_columns, packing.narrow_templates)}
+        types_of |= {scoring.best_of_tile: (int32[::1], *KERNELS[scoring.best_of_tile][1:])}
     fixed = [Job(kernel.__name__, kernel, types) for kernel, types in types_of.items()]
     fixed.sort(key=lambda job: _LONGEST.index(job.kernel) if job.kernel in _LONGEST else len(_LONGEST))
     searches = _search_jobs if precision == "single" else _tensor_jobs

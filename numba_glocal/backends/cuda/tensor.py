@@ -421,17 +421,23 @@ def search_kernel(group: tuple[tuple[int, int], ...], shape: BlockShape) -> Any:
     return written_function(kernel_source(group, shape), f"tensor_{len(group)}", "search")
 
 
+@lru_cache(maxsize=64)
+def _plane_clocks(steps: int, largest2: float) -> tuple[tuple[float, int], ...]:
+    """Clocks of a chunk for each distance along z of a ball's trial shifts, and how many planes lie at it."""
+    return tuple(
+        (sum(_CLOCKS_PER_CHUNK + _CLOCKS_PER_SUM * sum(map(n_shifts, group)) for group in disc_groups(largest2 - z * z)), 2 if z else 1)
+        for z in range(steps + 1)
+        if z * z <= largest2
+    )
+
+
 def tensor_us(band: lines.LineBand, cube: lines.ShiftCube, largest2: float, n_rotations: int, items: int) -> float:
     """What the search of a level should take, by clocks measured on one H200 (benchmarks/cuda_steps.py)."""
     chunks = int((-(-band.line_length // _PAIRS)).sum())
     rows = -(-n_rotations // (_ROTATIONS * SHAPE.rows))
     columns = -(-items // (_ITEMS * SHAPE.items))
-    total = 0.0
-    for z in range(cube.steps + 1):
-        if z * z <= largest2:
-            clocks = sum(_CLOCKS_PER_CHUNK + _CLOCKS_PER_SUM * sum(map(n_shifts, group)) for group in disc_groups(largest2 - z * z))
-            planes = 2 if z else 1
-            total += clocks * planes * max(rows * columns, _MULTIPROCESSORS / planes) * SHAPE.rows * SHAPE.items
+    total = sum(clocks * planes * max(rows * columns, _MULTIPROCESSORS / planes) for clocks, planes in _plane_clocks(cube.steps, largest2))
+    total *= SHAPE.rows * SHAPE.items
     return _LAUNCHES_US + total * chunks / (_MULTIPROCESSORS * _CLOCKS_PER_US)
 
 
