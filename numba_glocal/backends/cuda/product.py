@@ -26,9 +26,6 @@ _TILE_BYTES = 2 << 30
 """Of a tile of trial shifts, whatever the device has: cuBLAS may add up in another order where a product has another size."""
 _PEAK = {2: 64.0, 1: 127.0}
 """Largest amplitude of a row. Half precision keeps eleven bits of what is a millionth of that; whole numbers are steps of one."""
-_NORM = {2: 1e18, 1: 45000.0}
-"""Largest norm of a row: no sum of products of whole numbers, nor any part of it, is larger than its square (Cauchy and Schwarz), which is
-below 2^31 with what rounding adds."""
 _FAINTEST = 1e-3
 """Shells in which the reference has less than this of its largest amplitude are treated as if they had it."""
 
@@ -36,6 +33,15 @@ _FAINTEST = 1e-3
 def padded(size: int) -> int:
     """`size` up to a multiple of what the tensor cores like."""
     return -(-size // gemm.ALIGNMENT) * gemm.ALIGNMENT
+
+
+def largest_norm(number_bytes: int, depth: int) -> float:
+    """Largest norm of a row of `depth` numbers before rounding.
+
+    No sum of products of whole numbers, nor any part of it, is larger than the square of the rounded rows' norm (Cauchy and Schwarz), which must
+    stay below 2^31. Rounding adds half a step to each number at most, summing powers in single precision less than a thousandth.
+    """
+    return 1e18 if number_bytes == 2 else 0.999 * math.sqrt(2.0**31) - 0.5 * math.sqrt(depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +118,7 @@ class ProductSearch:
         """Uploads what the kernels need of a level; `lattice` is that of the band, on the device."""
         root = cuda.to_device(balanced_root(band, inverse_sigma2, powers[0].copy_to_host()))
         factors = cuda.device_array(n_rotations, np.float32)
-        peak, norm = np.float32(_PEAK[way.number_bytes]), np.float32(_NORM[way.number_bytes])
+        peak, norm = np.float32(_PEAK[way.number_bytes]), np.float32(largest_norm(way.number_bytes, 4 * band.n_pairs))
         packing.template_factors[n_rotations, launching.REDUCE_THREADS](powers, root, peak, norm, factors)
         return cls(
             way,
@@ -146,7 +152,7 @@ class ProductSearch:
         wide = items if shifts_columns else padded(items)  # where there are many shifts of them, all together are padded
         kind, kind_out = (np.float16, np.float32) if number == 2 else (np.int8, np.int32)
         scales = scratch.array("column scales", items, np.float32)
-        peak, norm = np.float32(_PEAK[number]), np.float32(_NORM[number])
+        peak, norm = np.float32(_PEAK[number]), np.float32(largest_norm(number, 4 * self.band.n_pairs))
         packing.column_factors[items, launching.REDUCE_THREADS](columns, self.root, peak, norm, scales)
         rows = wide if shifts_columns else self.n_rotations  # that are written for every shift
         most = min(_TILE_BYTES, scratch.part_bytes) // max(number * rows * depth, 4 * self.n_rotations * wide)
