@@ -368,12 +368,12 @@ def transforms(box: int, particles: int) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Runs all rows and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("-o", "--output", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     need_gpus()
     local = np.concatenate([local_rotations(4.0, 4)] * 2)[:343] if len(local_rotations(4.0, 4)) < 343 else local_rotations(4.0, 4)[:343]
     local = local.copy()

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -258,3 +259,121 @@ def test_memory_on_another_gpu_is_seen() -> None:
     assert scaling.own_gpu_only({0: {11: 5, 12: 1}, 1: {12: 5}}, {11: "0", 12: "1"}) is False
     assert scaling.own_gpu_only({0: {11: 5}, 1: {}}, {11: "0", 12: "1"}) is None  # a process that the driver does not see
     assert scaling.own_gpu_only({}, {}) is None
+
+
+# --- GPU and CPU ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_gpu_against_cpu(tmp_path: Path) -> None:
+    """Rehearsed with the CPU backend against the reference: poses and sums are the same, scores nearly."""
+    load("gpu_against_cpu").main(["--quick", "--cpu", "-o", str(tmp_path)])
+    search, rest = json.loads((tmp_path / "gpu_against_cpu.json").read_text())["rows"]
+    assert search["search"] == "local" and search["compared_scores"] == 2 * 7
+    assert 0 < search["score_difference"] and search["same_best_rotation"] == 1.0
+    assert 0 < search["end_deg"] < 2.0 and 0 < search["end_angst"] < 1.0
+    assert 0 < rest["refined_deg"] < 2.0 and 0 < rest["residual_difference"] < 0.01
+    assert 0 < rest["numerator_difference"] < 1e-5 and 0 < rest["denominator_difference"] < 1e-5
+
+
+def test_gpu_against_cpu_sees_what_differs() -> None:
+    """Answers that were changed by known amounts."""
+    from scipy.spatial.transform import Rotation
+
+    compared = load("gpu_against_cpu")
+    problem = compared.make_problem(16, 4)
+    wanted = compared.ask(compared.CPUBackend(), problem, 2, ("local",))
+    search, rest = compared.compare(wanted, wanted, {}, 1.0)
+    assert search["score_difference"] == 0 and search["same_best_rotation"] == search["same_best_shift"] == 1.0
+    assert max(value for name, value in (search | rest).items() if name.endswith(("_difference", "_deg", "_angst"))) < 1e-5
+    turn = Rotation.from_rotvec([0.0, 0.0, np.deg2rad(2.0)]).as_matrix()
+    scored, best, end = wanted.scored["local"], wanted.best["local"], wanted.ends["local"]
+    scores = scored.scores.copy()
+    scores[2, 5] += 0.25 * np.ptp(scores[2])
+    rotations, shifts = best.rotations.copy(), best.shifts_angst.copy()
+    rotations[1] = rotations[1] @ turn
+    shifts[:2] += 5.0
+    other = replace(
+        wanted,
+        scored={"local": replace(scored, scores=scores)},
+        best={"local": replace(best, rotations=rotations, shifts_angst=shifts)},
+        ends={"local": replace(end, rotations=end.rotations @ turn, shifts_angst=end.shifts_angst + [3.0, 0.0, 4.0])},
+        power=wanted.power * 1.5,
+        numerator=wanted.numerator + 0.125 * np.abs(wanted.numerator).max(),
+    )
+    search, rest = compared.compare(other, wanted, {}, 1.0)
+    assert search["score_difference"] == pytest.approx(0.25) and search["compared_scores"] == 4 * len(scores[0])
+    assert (search["same_best_rotation"], search["same_best_shift"]) == (0.75, 0.5)
+    assert search["end_deg"] == pytest.approx(2.0) and search["end_angst"] == pytest.approx(5.0)
+    assert rest["residual_difference"] == pytest.approx(0.5) and rest["numerator_difference"] == pytest.approx(0.125)
+    assert rest["denominator_difference"] == 0 and rest["refined_deg"] < 1e-5
+
+
+@pytest.mark.slow
+def test_no_poses(tmp_path: Path) -> None:
+    """A whole run, its stages, and errors against the planted poses."""
+    load("no_poses").main(["--quick", "--cpu", "-o", str(tmp_path)])
+    whole, *iterations = json.loads((tmp_path / "no_poses.json").read_text())["rows"]
+    assert whole["particles"] == 24 and whole["iterations"] == len(iterations) == 2
+    assert whole["after_start_s"] == pytest.approx(whole["wall_s"] - whole["workers_ready_s"], rel=0.01)
+    assert sum(row["seconds"] for row in iterations) < whole["after_start_s"]
+    assert 0 < whole["angle_median_deg"] <= whole["angle_p90_deg"] <= 180
+
+
+@pytest.mark.parametrize("name", ["cold_start", "cuda_steps", "end_to_end", "gpu_against_cpu", "no_poses", "procs_per_gpu", "scaling", "throughput"])
+def test_gpu_benchmarks_say_that_there_is_no_gpu(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = load(name)
+    if sys.modules["common"].gpu_names():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(SystemExit) as left:
+        module.main(["-o", str(tmp_path / "out")])
+    assert not left.value.code and capsys.readouterr().out.startswith("skipped: ") and not list(tmp_path.iterdir())
+
+
+def test_cold_start_reads_what_a_process_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Seconds of each kernel from another process, and the age of this one."""
+    cold_start = load("cold_start")
+    monkeypatch.setattr(cold_start, "_ALONE", "import os, sys\nprint(os.environ['NUMBA_CACHE_DIR'][-3:], 1.25, True, 'later', sep='\\t')")
+    (row,) = cold_start.one_process(tmp_path / "jit", (9, 0), "half")
+    assert row == {"kernel": "jit", "cpu_s": 1.25, "in_cache": True, "needed": "later"}
+    begun = time.monotonic()
+    first = cold_start._age()
+    time.sleep(0.2)
+    assert 0.1 < cold_start._age() - first < time.monotonic() - begun + 0.1 and first > 0
+
+
+@pytest.mark.cuda
+def test_cuda_steps_add_up() -> None:
+    """A tiny case on a real GPU: all ways to search agree with the line kernel, and the total is the sum of its steps."""
+    steps = load("cuda_steps")
+    if not sys.modules["common"].gpu_names():
+        pytest.skip("no GPU")
+    row = steps.case(32, 8, steps.local_rotations(6.0, 2), 2.0, 40)
+    assert row["agreement"] and all(found["against_line_max"] < 0.1 for found in row["agreement"].values())
+    for precision, way in row["search_way"].items():
+        total = sum(row["per_particle_us"].values()) + row["search_us"][way] + row["templates_us"] / 40
+        assert row["us_per_particle"][precision] == pytest.approx(total, rel=0.01)
+
+
+@pytest.mark.slow
+def test_real_particles(shared: Path, tmp_path: Path) -> None:
+    """One run on the real particles: nearer to the published poses than the list (8.7 degrees, 21.8 A)."""
+    real = load("real_particles")
+    (case,) = [name for name in real._CASES if name.startswith("one pass")]
+    row = real.measure(shared, tmp_path / "run", "premultiplied", case, real._PRIOR, 1)
+    assert row["particles"] == 40 and row["prior"] is True
+    assert 0 < row["median_deg"] < 8.7 and 0 < row["median_angst"] < 21.8 and row["sigma_deg"] > 0
+
+
+@pytest.mark.slow
+def test_classes(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few particles of two kinds: from both maps nearly all are in the class of their kind; shares are of all that were made."""
+    classes = load("classes")
+    monkeypatch.setattr(classes, "SETS", ({"removed": 0.3, "snr": 1.0, "box": 24},))
+    classes.main([str(tmp_path / "sets"), "--count", "12", "--seeds", "0", "--iterations", "2", "-o", str(tmp_path)])
+    rows = json.loads((tmp_path / "classes.json").read_text())["rows"]
+    assert [(row["start"], row["assignment"], row["iteration"]) for row in rows] == [
+        *[("maps", "hard", 1), ("maps", "hard", 2), ("maps", "soft", 1), ("maps", "soft", 2)],
+        ("random", "hard", 2),
+    ]
+    assert rows[0]["right"] > 0.9 and all(0.5 <= row["right"] <= 1.0 for row in rows)
