@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--offline", action="store_true")
     parser.add_argument("--capability", default="9.0")
     parser.add_argument("--helpers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--precision", choices=("half", "fp8", "single"), default="half")
+    parser.add_argument("--precision", choices=("int8", "half", "single"), default="int8")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     about = environment()

@@ -251,7 +251,10 @@ def environment() -> dict[str, Any]:
         "versions": versions,
         "commit": git_commit(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+        # names of folders, not where they lie here
+        "command": " ".join(
+            ["python", os.path.relpath(sys.argv[0], ROOT), *(Path(word).name if word.startswith("/") else word for word in sys.argv[1:])]
+        ),
     }
 
 

@@ -3,8 +3,10 @@
     python benchmarks/cuda_steps.py [--quick] [-o FOLDER]
 
 Particles are distinct noise volumes (spectra of random values, weights of a +-60 degree wedge); every step does the work it does in a run. The
-steps: turn (columns and weights), search (all shifts of all rotations), den2, scores, choice, the chosen one again in single precision.
-Templates are built once a level and are given apart and as a share. Copy bandwidth and fp32 rate of this GPU are measured in the same run.
+steps: turn (columns and weights), search (all shifts of all rotations), den2, scores, choice (of contenders first, where whole numbers
+searched), the chosen again in single precision. Templates are built once a level and are given apart and as a share. Times are the device's:
+launches are queued behind another kernel, so that Python's time for them does not show; `wall_us_per_particle` is with it. `decided` compares
+with the search in single precision. Copy bandwidth and fp32 rate of this GPU are measured in the same run.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from common import RESULTS, environment, need_gpus, write_results
 from numba import cuda, float32
 
 from numba_glocal.backends import lines
-from numba_glocal.backends.cuda import gemm, kernels
+from numba_glocal.backends.cuda import choosing, gemm, launching, normal_equations, refining, scoring, turning
+from numba_glocal.backends.cuda.backend import _CONTENDERS as CONTENDERS
 from numba_glocal.backends.cuda.backend import _ball_radius2, den_products, device_name
 from numba_glocal.backends.cuda.product import ProductSearch, Way, shift_turns
 from numba_glocal.backends.cuda.scratch import Scratch
@@ -36,18 +39,20 @@ from numba_glocal.wedge import tilt_range_weights
 
 NOTES = (
     "Microseconds, all steps from spectra on the device to the best pose, wedge of +-60 degrees. PyTom covers every shift of the box, this search the"
-    " ball of the given shifts. Best rotations are compared with the line kernel's, whose sums are in single precision, on particles of noise alone"
-    " and before the kept ones are scored again."
+    " ball of the given shifts. Best rotations, as decided in the end, are compared with the line kernel's, whose sums are in single precision, on"
+    " particles of noise alone. Times are the device's, launches queued before."
 )
 
 
 def milliseconds(call: Any, repeats: int = 5) -> float:
-    """Median device time of a call."""
+    """Median device time of a call; its launches wait behind another kernel until all are queued."""
     call()
+    busy = cuda.device_array(32, np.float32)
     cuda.synchronize()
     times = []
     for _ in range(repeats):
         start, stop = cuda.event(), cuda.event()
+        _multiply_add[1, 32](busy, 40000)
         start.record()
         call()
         stop.record()
@@ -149,10 +154,10 @@ def case(
     chosen, chosen_score = cuda.device_array((part, 1), np.int32), cuda.device_array((part, 1), np.float32)
 
     def build() -> None:
-        kernels.fill_templates[(-(-2 * band.n_pairs // 128), n_rotations), 128](reference, c, points, matrices, templates, powers)
+        turning.fill_templates[(-(-2 * band.n_pairs // 128), n_rotations), 128](reference, c, points, matrices, templates, powers)
 
     def turn() -> None:
-        kernels.turn[(-(-2 * band.n_pairs // 128), part), 128](
+        turning.turn[(-(-2 * band.n_pairs // 128), part), 128](
             spectra,
             size,
             slots,
@@ -217,7 +222,7 @@ def case(
     if gemm.available():
         products = {"product": Way(2, False), "product, particles shifted": Way(2, True)}
         if gemm.eight_available():
-            products |= {"fp8": Way(1, False), "fp8, particles shifted": Way(1, True)}
+            products |= {"int8": Way(1, False), "int8, particles shifted": Way(1, True)}
         if 2 * particles > n_rotations:  # the other side would be far too much
             products = {name: way for name, way in products.items() if not way.shifts_particles}
     for name, way in products.items():
@@ -228,20 +233,41 @@ def case(
         halves[way].run(columns, part, Weighting(False, none, none), best, best_shift, scratch)
 
     def scores() -> None:
-        kernels.finish_scores[(-(-n_rotations // 128), part), 128](best, den, power, 0, np.float32(1.0))
+        scoring.finish_scores[(-(-n_rotations // 128), part), 128](best, den, power, 0, np.float32(1.0))
 
-    kept = cuda.device_array((part, 1, 9), np.float32)
-
-    def choice() -> None:
-        kernels.choose[part, kernels.CHOOSE_THREADS](best, first, count, starts, matrices, np.float32(2.9), 1, kept, chosen, chosen_score)
-
+    kept = cuda.device_array((part, CONTENDERS, 9), np.float32)
+    contenders, contender_score = cuda.device_array((part, CONTENDERS), np.int32), cuda.device_array((part, CONTENDERS), np.float32)
     turns, no_loss = cuda.to_device(shift_turns(cube, box)), cuda.to_device(np.zeros((1, 1), np.float32))
 
-    def again() -> None:
-        kernels.score_chosen[(part, 1), kernels.REDUCE_THREADS](
+    def choose(keep: int, min_trace: float, rows: Any, values: Any) -> None:
+        choosing.choose[part, choosing.CHOOSE_THREADS](best, first, count, starts, matrices, np.float32(min_trace), keep, kept, rows, values)
+
+    def score(rows: Any, known: int, values: Any) -> None:
+        choosing.score_chosen[rows.shape, launching.REDUCE_THREADS](
             *(templates, columns, den_weight, lattice, turns, first, n_rotations, best_shift, 0, none, none, power, 0),
-            *(np.float32(1.0), no_loss, 0, chosen, chosen_score),
+            *(np.float32(1.0), no_loss, 0, rows, contenders, known, best, values),
         )
+
+    def contend() -> None:
+        choose(CONTENDERS, 4.0, contenders, contender_score)
+        score(contenders, 0, contender_score)
+
+    def choice() -> None:
+        choose(1, 2.9, chosen, chosen_score)
+
+    def again(known: int = 0) -> None:
+        score(chosen, known, chosen_score)
+
+    def whole(way: str) -> None:
+        turn()
+        den2()
+        narrow(way) if way in halves else search()
+        scores()
+        if way.startswith("int8"):
+            contend()
+        choice()
+        if way != "line":
+            again(CONTENDERS if way.startswith("int8") else 0)
 
     built = milliseconds(build)
     build()
@@ -261,14 +287,30 @@ def case(
         }
     estimates = {"tensor": tensor_us(band, cube, _ball_radius2(cube), n_rotations, part)}
     estimates |= {name: way.microseconds(band, len(cube.inside), n_rotations, part) for name, way in products.items()}
-    in_half = [name for name in halves if not name.startswith("fp8")]
-    ways_of = {"half": min(in_half, key=lambda name: estimates[name]) if in_half else "line"}
-    if len(in_half) < len(halves):
-        ways_of["fp8"] = min(halves, key=lambda name: estimates[name] if name.startswith("fp8") or name == "tensor" else math.inf)
-    steps = {name: milliseconds(step) for name, step in (("turn", turn), ("den2", den2), ("scores", scores), ("choice", choice), ("again", again))}
+    ways_of = {}
+    for precision in ("half", "int8") if any(name.startswith("int8") for name in halves) else ("half",):
+        fitting = [name for name in halves if name == "tensor" or name.startswith("int8") == (precision == "int8")]
+        ways_of[precision] = min(fitting, key=lambda name: estimates[name], default="line")
+    named = (("turn", turn), ("den2", den2), ("scores", scores), ("contenders", contend), ("choice", choice), ("again", again))
+    steps = {name: milliseconds(step) for name, step in named}
     per_particle = {name: 1e3 * value / part for name, value in steps.items()}
-    shared = sum(per_particle.values()) + 1e3 * built / items
-    totals = {precision: shared + 1e3 * ways[way] / part for precision, way in ways_of.items()}
+    device, wall, decided = {}, {}, {}
+    reference_best = line_best - den.copy_to_host() / 2.0
+    for precision, way in ways_of.items():
+        device[precision] = 1e3 * (milliseconds(lambda way=way: whole(way)) / part + built / items)
+        cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(3):
+            whole(way)
+        cuda.synchronize()
+        wall[precision] = 1e6 * (time.perf_counter() - begun) / 3 / part + 1e3 * built / items
+        rows = chosen.copy_to_host()[:, 0]
+        # what the decision costs: the score that single precision gives the best rotation, less that of the chosen one, in deviations of scores
+        lost = reference_best.max(1) - np.take_along_axis(reference_best, rows[:, None], 1)[:, 0]
+        decided[precision] = {
+            "same_best_rotation": round(float((rows == reference_best.argmax(1)).mean()), 4),
+            "mean_lost": round(float(lost.mean() / reference_best.std()), 6),
+        }
     operations = _operations(band, cube.steps, groups)
     return {
         "box": box,
@@ -284,8 +326,10 @@ def case(
         "search_us": {name: round(1e3 * value / part, 3) for name, value in ways.items()},
         "agreement": agreement,
         "estimates_us": {way: round(value / part, 3) for way, value in estimates.items() if math.isfinite(value)},
-        "us_per_particle": {precision: round(total, 3) for precision, total in totals.items()},
-        "us_per_particle_and_rotation": {precision: round(total / n_rotations, 6) for precision, total in totals.items()},
+        "decided": decided,
+        "us_per_particle": {precision: round(total, 3) for precision, total in device.items()},
+        "wall_us_per_particle": {precision: round(total, 3) for precision, total in wall.items()},
+        "us_per_particle_and_rotation": {precision: round(total / n_rotations, 6) for precision, total in device.items()},
         "search_fp32_tinstructions_s": round(operations * n_rotations / (1e3 * ways["line"] / part) / 1e6, 2),
     }
 
@@ -325,7 +369,7 @@ def refinement(box: int, k_max: int, particles: int) -> dict[str, Any]:
     items = particles
     rotations, shifts = cuda.to_device(uniform_rotations(items).reshape(-1, 9)), cuda.to_device(rng.normal(size=(items, 3)))
     anchors = cuda.to_device(np.zeros((items, 3)))
-    sums, taken = cuda.device_array((items, kernels.N_SUMS), np.float64), cuda.device_array(items, np.int32)
+    sums, taken = cuda.device_array((items, normal_equations.N_SUMS), np.float64), cuda.device_array(items, np.int32)
     arguments = (
         reference,
         c,
@@ -358,7 +402,7 @@ def refinement(box: int, k_max: int, particles: int) -> dict[str, Any]:
         sums,
         taken,
     )
-    time_ms = milliseconds(lambda: kernels.refine[items, kernels.REFINE_THREADS](*arguments))
+    time_ms = milliseconds(lambda: refining.refine[items, normal_equations.REFINE_THREADS](*arguments))
     return {"box": box, "k_max": k_max, "particles": items, "evaluations": 6, "us_per_particle": round(1e3 * time_ms / items, 3)}
 
 

@@ -44,13 +44,13 @@ Row = dict[str, Any]
 SNR = 0.05
 BOX_ANGST = 435.0
 OBJECT_ANGST = 290.0
-PRECISIONS = ("single", "half", "fp8")
+PRECISIONS = ("single", "half", "int8")
 MOST_SCORES = 343
 """Candidates of one particle whose scores are compared, at most."""
 
 NOTES = (
     "CPU backend against CUDA backend, the same particles; largest differences over particles. scores: of the first level's candidates that both"
-    " kept (up to 343), over the spread of the CPU's; candidates of half and fp8 have been scored again in single precision. same_best_rotation,"
+    " kept (up to 343), over the spread of the CPU's; candidates of half and int8 have been scored again in single precision. same_best_rotation,"
     " same_best_shift: share of particles whose one kept candidate is the same. end_*: poses after all levels and the refinement, as a task gives"
     " them. refined_*: from the CPU's candidates. residuals, sums: over the largest shell's power and the largest sample."
 )
@@ -262,7 +262,7 @@ def main(arguments: list[str] | None = None, folder: Path = RESULTS) -> None:
         for precision, make in made.items():
             try:
                 backend = make()
-            except DeviceError as problem_here:  # no FP8 on this GPU
+            except DeviceError as problem_here:  # no cuBLAS, or an old GPU
                 rows.append({"benchmark": "not run", "box": box, "precision": precision, "problem": str(problem_here)})
                 continue
             found = ask(backend, problem, shells, searches, wanted.best[searches[0]])

@@ -7,6 +7,8 @@ from typing import Any
 
 from common import duration, markdown, times
 
+from numba_glocal.settings import GPU_PRECISIONS
+
 Measured = dict[str, Any]
 
 PYTOM_US = {"one process": 2944.0, "eight processes": 1325.0}
@@ -35,35 +37,43 @@ def _search_figures(row: Measured) -> Measured:
     return {precision: value * scale for precision, value in _of(row, "us_per_particle_and_rotation").items()}
 
 
+def _precisions(rows: list[Measured]) -> list[str]:
+    """Those that any row has, in the order of the first that has most."""
+    return list(dict.fromkeys(name for row in rows for name in _of(row, "us_per_particle_and_rotation")))
+
+
+def _same_best(row: Measured, precision: str) -> str:
+    """Share of particles with the best rotation of single precision: as decided in the end where that was compared, else by the search alone."""
+    compared = row.get("decided", {}).get(precision) or row["agreement"].get(row["search_way"].get(precision))
+    return "" if compared is None else f"{100 * compared['same_best_rotation']:.1f} %"
+
+
 def cuda_steps_table(results: Measured) -> str:
     """Steps from spectra on the device to the best pose; then how it stands to PyTom."""
-    earlier = {(row["box"], row["k_max"], row["shifts"], row["particles"]): row for row in results.get("tiles_of_2_gib", ())}
+    precisions = _precisions(results["rows"])
+    has_wall = any("wall_us_per_particle" in row for row in results["rows"])
     rows = []
     for row in results["rows"]:
         what = (
             f"{row['box']}^3, k_max {row['k_max']}, {row['rotations']:,} rotations, {row['shifts']} shifts (+-{row['shift_radius_voxels']:g} voxels)"
         )
         what += f", {row['particles']:,} particles" + ("; us per particle" if row["rotations"] > _GLOBAL else "")
-        case = row["box"], row["k_max"], row["shifts"], row["particles"]
         figures = _search_figures(row)
-        same = [row["agreement"][way]["same_best_rotation"] for way in row["search_way"].values() if way in row["agreement"]]
-        cells = [
-            _figure(figures.get("half")),
-            _figure(figures.get("fp8")),
-            _figure(AIMS_US.get(case)),
-            " / ".join(f"{100 * share:.1f} %" for share in same),
-        ]
-        if earlier:
-            cells.append(_figure(_search_figures(earlier[case])["half"]) if case in earlier else "")
+        aim = _figure(AIMS_US.get((row["box"], row["k_max"], row["shifts"], row["particles"])))
+        cells = [_figure(figures.get(name)) for name in precisions] + [aim, " / ".join(_same_best(row, name) for name in precisions)]
+        if has_wall:
+            scale = 1 if row["rotations"] > _GLOBAL else row["rotations"]
+            cells.append(" / ".join(_figure(row["wall_us_per_particle"][name] / scale) for name in precisions))
         rows.append([what, *cells])
     for row in results.get("refinement", ()):
         what = (
             f"Gauss-Newton, {row['box']}^3, k_max {row['k_max']}, {row['evaluations']} evaluations, {row['particles']:,} particles; us per particle"
         )
-        rows.append([what, _figure(row["us_per_particle"]), _figure(row["us_per_particle"]), "4", *[""] * (2 if earlier else 1)])
-    head = ["us per particle and rotation", "half", "FP8", "aim", "same best rotation as in single precision, half / FP8"]
-    if earlier:
-        head.append("half, an earlier run with tiles of 2 GiB")
+        rows.append([what, *[_figure(row["us_per_particle"])] * len(precisions), "4", *[""] * (1 + has_wall)])
+    named = " / ".join(map(_named, precisions))
+    head = ["us per particle and rotation", *map(_named, precisions), "aim", f"same best rotation as in single precision, {named}"]
+    if has_wall:
+        head.append(f"with Python's time for the launches, {named}")
     parts = [markdown(head, rows)]
     if results.get("ceilings"):
         copy, rate = results["ceilings"]["copy_tb_s"], results["ceilings"]["fp32_tflop_s"]
@@ -89,7 +99,7 @@ def _ratio(other: float, ours: float) -> str:
 
 
 def _named(precision: str) -> str:
-    return "FP8" if precision == "fp8" else precision
+    return {"fp8": "FP8", "int8": "8-bit"}.get(precision, precision)
 
 
 def _stages(iterations: list[Measured]) -> str:
@@ -148,14 +158,26 @@ def cold_start_table(results: Measured) -> str:
 
 def throughput_table(results: Measured) -> str:
     """Boxes, bands and windows; then the loop that does one rotation at a time."""
+    searches = [row for row in results["rows"] if row["benchmark"] in ("local", "global")]
+    precisions = _precisions(searches)
     rows = []
-    for row in (row for row in results["rows"] if row["benchmark"] in ("local", "global")):
+    for row in searches:
         figures = _of(row, "us_per_particle_and_rotation")
-        shares = [f"{row[name]:.0%}" if name in row else "" for name in ("share_of_gemm", "share_of_fp32", "share_of_copy")]
+        shares = [
+            f"{row[name]:.0%}" if name in row else "" for name in ("share_of_gemm_half", "share_of_gemm_int8", "share_of_fp32", "share_of_copy")
+        ]
         what = f"{row['benchmark']}, {row['box']}^3, k_max {row['k_max']}, {row['rotations']:,} rotations, {row['shifts']} shifts"
         what += f" (+-{row['window_voxels']:g} voxels)"
-        rows.append([what, f"{row['particles']:,}", _figure(figures.get("half")), _figure(figures.get("fp8")), *shares])
-    head = ["us per particle and rotation", "particles", "half", "FP8", "product's share of GEMM", "lines' share of fp32", "turning's share of copy"]
+        rows.append([what, f"{row['particles']:,}", *(_figure(figures.get(name)) for name in precisions), *shares])
+    head = [
+        "us per particle and rotation",
+        "particles",
+        *map(_named, precisions),
+        "half products' share of GEMM",
+        "8-bit ones'",
+        "lines' share of fp32",
+        "turning's share of copy",
+    ]
     parts = [markdown(head, rows)] if rows else []
     loop = []
     for row in (row for row in results["rows"] if row["benchmark"] == "one rotation" and "box" in row):
@@ -245,7 +267,7 @@ def overview_table(named: dict[str, Measured]) -> str:
         window = f"{row['shift_radius_voxels']:g} voxels"
         what = f"search, {row['box']}^3, band {row['k_max']}, shifts within {window}, {row['particles']:,} particles"
         pytom_us = PYTOM_US["one process"]
-        for precision, value in _search_figures(row).items():
+        for precision, value in ((name, value) for name, value in _search_figures(row).items() if name in GPU_PRECISIONS):
             beside = f"PyTom, one process: {pytom_us:,.0f} us, {_ratio(pytom_us, value)} x as long, but for every shift of the box, not +-{window}"
             rows.append([what, f"one {gpu_of(named['cuda_steps'])}, {_named(precision)}", f"{value:.3g} us per particle and rotation", beside])
     if "end_to_end" in named:

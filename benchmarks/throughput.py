@@ -52,7 +52,7 @@ SPECTRA_BYTES = 24e9
 
 NOTES = (
     "us_per_particle_and_rotation: everything from spectra on the device to the best pose, all trial shifts included."
-    " share_of_gemm: arithmetic of the half-precision product over its time and the rate of a 8192^3 product by cuBLAS in the same run."
+    " share_of_gemm_half, share_of_gemm_int8: arithmetic of the product over its time and the rate of a 8192^3 product by cuBLAS in the same run."
     " share_of_fp32: floating-point instructions of the line kernel over its time and the measured multiply-add rate."
     " share_of_copy: bytes that turning must read (the band's ball of the spectrum) and write (the columns) over its time and the copy bandwidth."
     " 'one rotation' rows: the CuPy loop, for every shift of the box, one particle and rotation at a time."
@@ -84,26 +84,31 @@ def shares(row: Measured, ceilings: Measured) -> Measured:
     pairs = lines.line_band(float(row["k_max"])).n_pairs
     moved = 4 * spectrum_floats(row["k_max"]) * math.pi / 6.0 + 24 * pairs  # of the cube that is held, the ball of the band is read
     found: Measured = {"share_of_copy": moved / row["per_particle_us"]["turn"] * 1e-6 / ceilings["copy_tb_s"]}
-    if "product" in row["search_us"] and ceilings.get("gemm_tflop_s"):
-        operations = 2.0 * row["rotations"] * row["shifts"] * 4 * pairs
-        found["share_of_gemm"] = operations / row["search_us"]["product"] * 1e-6 / ceilings["gemm_tflop_s"]
+    operations = 2.0 * row["rotations"] * row["shifts"] * 4 * pairs
+    for precision, way, rate in (("half", "product", "gemm_half_tflop_s"), ("int8", "int8", "gemm_int8_top_s")):
+        if way in row["search_us"] and rate in ceilings:
+            found[f"share_of_gemm_{precision}"] = operations / row["search_us"][way] * 1e-6 / ceilings[rate]
     found["share_of_fp32"] = row["search_fp32_tinstructions_s"] / (0.5 * ceilings["fp32_tflop_s"])
     return found
 
 
-def gemm_rate() -> float | None:
-    """Half-precision products with single-precision sums, TFLOP/s, of 8192^3 numbers that are not zeros; None without cuBLAS."""
+def gemm_rates() -> Measured:
+    """Products of 8192^3 numbers that are not zeros by cuBLAS: half precision with single-precision sums, whole numbers where the GPU has them."""
     from cuda_steps import milliseconds
     from numba import cuda
 
     from numba_glocal.backends.cuda import gemm
 
-    if not gemm.available():
-        return None
+    found: Measured = {}
     n = 8192
-    block = np.random.default_rng(0).normal(size=n * n).astype(np.float16)
-    a, b, out = cuda.to_device(block), cuda.to_device(block[::-1].copy()), cuda.device_array(n * n, np.float32)
-    return 2.0 * n**3 / milliseconds(lambda: gemm.product(a, b, out, n, n, n)) / 1e9
+    noise = np.random.default_rng(0).normal(size=n * n)
+    kinds = {"gemm_half_tflop_s": (noise.astype(np.float16), np.float32)} if gemm.available() else {}
+    if gemm.eight_available():
+        kinds["gemm_int8_top_s"] = np.clip(np.rint(30 * noise), -127, 127).astype(np.int8), np.int32
+    for name, (block, kind) in kinds.items():
+        a, b, out = cuda.to_device(block), cuda.to_device(block[::-1].copy()), cuda.device_array(n * n, kind)
+        found[name] = 2.0 * n**3 / milliseconds(lambda a=a, b=b, out=out: gemm.product_narrow(a, b, out, n, n, n)) / 1e9
+    return found
 
 
 # --- one rotation at a time -----------------------------------------------------------------------------------------------------------------
@@ -204,7 +209,7 @@ def on_the_gpu(quick: bool, seconds: float) -> list[Measured]:
     import cuda_steps
 
     begun = time.perf_counter()
-    ceilings: Measured = dict(cuda_steps.ceilings()) | {"gemm_tflop_s": gemm_rate()}
+    ceilings: Measured = dict(cuda_steps.ceilings()) | gemm_rates()
     rows: list[Measured] = [{"benchmark": "ceilings", "device": cuda_steps.device_name(), **ceilings}]
     show(rows)
     rotations = local_list(ROTATIONS)
@@ -216,7 +221,7 @@ def on_the_gpu(quick: bool, seconds: float) -> list[Measured]:
             break
         angles = rotations if kind == "local" else uniform_rotations(4608)
         row = cuda_steps.case(box, k_max, angles, window, particles_for(k_max), kind == "global")
-        del row["agreement"]
+        del row["agreement"], row["decided"]
         row = {"benchmark": kind, "window_voxels": window, **row, **shares(row, ceilings)}
         show([row])
         rows.append(row)

@@ -113,7 +113,7 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
     "--gpu-precision",
     key="gpu_precision",
     kind=click.Choice(GPU_PRECISIONS),
-    text="Of searches on GPUs; half and fp8 may use tensor cores. [default: half]",
+    text="Of searches on GPUs; int8 and half may use tensor cores; auto is int8 where the GPU has it. [default: auto]",
 )
 @seed_option
 @subset_option

@@ -171,7 +171,7 @@ def _gpu_share_bytes(job: Job, plan: WorkerPlan) -> int | None:
 
 def worker_arguments(job: Job, plan: WorkerPlan) -> tuple[str, int, int | None, int, str]:
     """What `start_worker` and `start_gpu_worker` are given."""
-    precision = getattr(job.settings, "gpu_precision", None) or "half"
+    precision = getattr(job.settings, "gpu_precision", None) or "auto"
     return plan.backend, int(job.settings.cache_gib * 2**30), _gpu_share_bytes(job, plan), plan.per_gpu, precision
 
 

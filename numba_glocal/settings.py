@@ -14,7 +14,7 @@ from .errors import SettingsError
 from .values import CTF_KINDS, EDGES, NOISE_GROUPS, SCORES, VOLUME_AXES
 
 SPLITS = ("file", "particle", "tomogram")
-GPU_PRECISIONS = ("half", "fp8", "single")
+GPU_PRECISIONS = ("auto", "int8", "half", "single")
 ASSIGNMENTS = ("hard", "soft")
 MOST_CLASSES = 50
 MOST_ANGLE_SHELLS = 20
@@ -146,7 +146,8 @@ class AlignSettings:
     gpu_memory_gib : float or None
         Device memory of each GPU that may be used; None: what is free.
     gpu_precision : str or None
-        Of searches on GPUs: "half" (None) lets them use the tensor cores, "fp8" in their lowest precision, "single" does not.
+        Of searches on GPUs: "half" lets them use the tensor cores, "int8" whole numbers of 8 bits there, "single" neither; "auto" (None) is "int8"
+        on GPUs that have it, else "half".
     """
 
     particles: str

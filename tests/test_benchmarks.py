@@ -204,30 +204,36 @@ def test_a_ratio_to_pytom_is_never_without_what_is_covered(tmp_path: Path) -> No
         "shifts": 123,
         "shift_radius_voxels": 4.0,
         "particles": 10000,
-        "search_way": {"half": "line", "fp8": "fp8"},
+        "search_way": {"half": "line", "int8": "int8"},
     }
-    figures = {"us_per_particle_and_rotation": {"half": 0.02, "fp8": 0.01}, "agreement": {"fp8": {"same_best_rotation": 0.9}}}
-    wide = {**row, "rotations": 4608, "us_per_particle_and_rotation": {"half": 0.002}, "search_way": {}, "agreement": {}}
+    figures = {"us_per_particle_and_rotation": {"half": 0.02, "int8": 0.01}, "agreement": {"int8": {"same_best_rotation": 0.9}}}
+    wide = {**row, "rotations": 4608, "particles": 9000, "us_per_particle_and_rotation": {"half": 0.002}, "search_way": {}, "agreement": {}}
     store(tmp_path, "cuda_steps", [{**row, **figures}, wide])
     table = load("table")
     whole, brief = table.table("cuda_steps", tmp_path), table.table("overview", tmp_path)
-    assert "| 0.02 | 0.01 | 0.015 | 90.0 % |" in whole and "us per particle | 9.22 |" in whole and "1 G, P (V), 2 cores" in whole
+    assert "| 0.02 | 0.01 | 0.015 |  / 90.0 % |" in whole and "us per particle | 9.22 |  |  |" in whole and "1 G, P (V), 2 cores" in whole
     for text in (whole, brief):
         for line in (line for line in text.splitlines() if "PyTom" in line):
             assert "every shift of the box" in line and "+-4 voxels" in line
-    assert "147,000 times (half) and 294,000 times (FP8)" in whole
+    assert "147,000 times (half) and 294,000 times (8-bit)" in whole
     assert "| one G, half | 0.02 us per" in brief and "147,000 x" in brief and "294,000 x" in brief
 
 
 def test_throughput_table(tmp_path: Path) -> None:
     case = {"benchmark": "local", "box": 64, "k_max": 20, "rotations": 343, "shifts": 123, "window_voxels": 4.0, "particles": 2000}
-    case |= {"us_per_particle_and_rotation": {"half": 0.02, "fp8": 0.0123}, "share_of_gemm": 0.5, "share_of_fp32": 0.25, "share_of_copy": 0.125}
+    case |= {
+        "us_per_particle_and_rotation": {"half": 0.02, "int8": 0.0123},
+        "share_of_gemm_half": 0.5,
+        "share_of_gemm_int8": 0.75,
+        "share_of_fp32": 0.25,
+        "share_of_copy": 0.125,
+    }
     loop = {"benchmark": "one rotation", "box": 64, "on": "GPU, CuPy", "affine_transform_us_per_particle_and_rotation": 900.0}
     loop |= {"texture_us_per_particle_and_rotation": 400.0}
     left = {"benchmark": "left out", "cases": [[64, 8], [128, 8]]}
     store(tmp_path, "throughput", [loop, {"benchmark": "ceilings", "copy_tb_s": 1.0}, case, left])
     text = load("table").table("throughput", tmp_path)
-    assert "(+-4 voxels) | 2,000 | 0.02 | 0.0123 | 50% | 25% | 12% |" in text
+    assert "(+-4 voxels) | 2,000 | 0.02 | 0.0123 | 50% | 75% | 25% | 12% |" in text
     assert "| 64^3, GPU, CuPy | 400 |" in text and "2 cases were left out" in text
 
 

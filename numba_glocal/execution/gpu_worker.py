@@ -9,7 +9,7 @@ _ahead: Ahead | None = None
 
 
 def start_gpu_worker(
-    info: WorkerInfo | None, backend: str, cache_bytes: int, gpu_memory_bytes: int | None = None, share: int = 1, precision: str = "half"
+    info: WorkerInfo | None, backend: str, cache_bytes: int, gpu_memory_bytes: int | None = None, share: int = 1, precision: str = "auto"
 ) -> str:
     """Pool initialiser: as `tasks.start_worker`, while helpers compile where no warm-up has been through before."""
     global _ahead

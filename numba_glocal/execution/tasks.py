@@ -224,7 +224,7 @@ def start_worker(
     cache_bytes: int = 2 << 30,
     gpu_memory_bytes: int | None = None,
     share: int = 1,
-    precision: str = "half",
+    precision: str = "auto",
 ) -> str:
     """Pool initialiser: makes this process's backend.
 
@@ -241,7 +241,7 @@ def start_worker(
     share : int
         Workers on the same GPU (cuda).
     precision : str
-        Of searches, "half", "fp8" or "single" (cuda).
+        Of searches, "auto", "int8", "half" or "single" (cuda).
 
     Returns
     -------

@@ -19,7 +19,7 @@ from numba_glocal import particles
 from numba_glocal.backends import lines
 from numba_glocal.backends.cpu import CPUBackend
 from numba_glocal.backends.cuda import backend as cuda_backend
-from numba_glocal.backends.cuda import gemm, kernels, memory, prepare, product
+from numba_glocal.backends.cuda import choosing, gemm, launching, memory, packing, prepare, product, scoring
 from numba_glocal.backends.cuda import store as store_module
 from numba_glocal.backends.cuda.backend import CUDABackend
 from numba_glocal.backends.cuda.scratch import Scratch
@@ -61,8 +61,9 @@ def _launches():
 def _few_threads(monkeypatch):
     """A thread of the simulator is one of the machine; with few of them the loops over voxels have something to do as well."""
     monkeypatch.setattr(prepare, "SUM_THREADS", 16)
-    monkeypatch.setattr(kernels, "REDUCE_THREADS", 16)
-    monkeypatch.setattr(kernels, "CHOOSE_THREADS", 16)
+    for module in (launching, packing, scoring, choosing):
+        monkeypatch.setattr(module, "REDUCE_THREADS", 16)
+    monkeypatch.setattr(choosing, "CHOOSE_THREADS", 16)
 
 
 @pytest.fixture
@@ -309,12 +310,17 @@ def test_a_prior_is_refined_as_on_the_cpu(make_case):
     assert np.abs(free.rotations - a.rotations).max() > 1e-3
 
 
-def eight_values(bits):
-    """Numbers of FP8 e4m3 bits."""
-    bits = bits.astype(np.int64)
-    exponent, fraction = (bits >> 3) & 15, bits & 7
-    size = np.where(exponent > 0, (8 + fraction) * 2.0 ** (exponent - 10), fraction * 2.0**-9)
-    return np.where(bits & 128, -size, size)
+def multiply_exactly(number_bytes):
+    """Stands in for cuBLAS; the smallest and largest of what may come out must fit."""
+
+    def multiply(a, b, out, rows, wide, depth):
+        a, b = (array.copy_to_host()[: count * depth].reshape(count, depth) for array, count in ((a, rows), (b, wide)))
+        assert a.dtype == b.dtype == (np.int8 if number_bytes == 1 else np.float16)
+        assert out.dtype == (np.int32 if number_bytes == 1 else np.float32)
+        with np.errstate(invalid="ignore"):  # padding may hold anything
+            out[: rows * wide].copy_to_device((a.astype(np.float64) @ b.astype(np.float64).T).astype(out.dtype).ravel())
+
+    return multiply
 
 
 @pytest.mark.parametrize(
@@ -339,16 +345,9 @@ def test_products_score_every_shift(monkeypatch, number_bytes, shifts_particles,
     columns = cuda.to_device(np.stack([y.real, y.imag], -1).reshape(items, -1).astype(np.float32))
     powers = cuda.to_device((np.abs(f) ** 2).astype(np.float32))
 
-    def multiply(a, b, out, rows, wide, depth):
-        a, b = (array.copy_to_host()[: count * depth].reshape(count, depth) for array, count in ((a, rows), (b, wide)))
-        if number_bytes == 1:
-            assert a.dtype == b.dtype == np.uint8
-            a, b = eight_values(a), eight_values(b)
-        out[: rows * wide].copy_to_device((a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32).ravel())
-
-    monkeypatch.setattr(kernels, "MOST_ROWS", 2)  # a launch's rotations do not all fit along y
+    monkeypatch.setattr(launching, "MOST_ROWS", 2)  # a launch's rotations do not all fit along y
     monkeypatch.setattr(gemm, "ALIGNMENT", 8)
-    monkeypatch.setattr(gemm, "product_half" if number_bytes == 2 else "product_eight", multiply)
+    monkeypatch.setattr(gemm, "product_narrow", multiply_exactly(number_bytes))
     lattice = cuda.to_device(band.lattice.astype(np.int32).ravel())
     on_device = cuda.to_device(templates.ravel())
     way = product.Way(number_bytes, shifts_particles)
@@ -361,7 +360,7 @@ def test_products_score_every_shift(monkeypatch, number_bytes, shifts_particles,
     shift = best_shift.copy_to_host()
     inside = weighted[:, :, cube.inside]
     noise = np.sqrt(np.einsum("as,ws->wa", np.abs(f) ** 2, np.abs(y) ** 2)).max()
-    allowed = (5e-3 if number_bytes == 2 else 0.15) * noise
+    allowed = (5e-3 if number_bytes == 2 else 0.03) * noise
     np.testing.assert_allclose(best.copy_to_host(), inside.max(2), atol=allowed)
     assert np.isin(shift, cube.inside).all()
     taken = np.take_along_axis(weighted, shift[:, :, None].astype(int), 2)[:, :, 0]
@@ -373,18 +372,26 @@ def test_products_score_every_shift(monkeypatch, number_bytes, shifts_particles,
     den = den_weight @ (np.abs(f) ** 2).T
     chosen = np.array([[r, -1] for r in (2, 0, 1, 2, 0)], np.int32)
     loss = rng.normal(size=(items, n_rotations))
-    for kind in (0, 1):
+    told = np.array([[2, 1], [-1, -1], [0, 2], [2, -1], [1, 2]], np.int32)  # the first and the fourth are known already
+    known = cuda.to_device(told)
+    for kind, knows in ((0, False), (1, False), (1, True)):
         score = cuda.to_device(np.full((items, 2), 7.0, np.float32))
-        kernels.score_chosen[(items, 2), kernels.REDUCE_THREADS](
+        scores = cuda.to_device(np.full((items, n_rotations), 9.0, np.float32))
+        choosing.score_chosen[(items, 2), launching.REDUCE_THREADS](
             *(on_device, columns, cuda.to_device(den_weight.astype(np.float32)), lattice, cuda.to_device(turns)),
             *(cuda.to_device(np.arange(items, dtype=np.int32)), n_rotations, best_shift),
             *(1, *weights, cuda.to_device(power.astype(np.float32)), kind, np.float32(1.5)),
-            *(cuda.to_device(loss.astype(np.float32)), 1, cuda.to_device(chosen), score),
+            *(cuda.to_device(loss.astype(np.float32)), 1, cuda.to_device(chosen), known, int(knows), scores, score),
         )
         value, d, lost = (np.take_along_axis(each, chosen[:, :1], 1)[:, 0] for each in (taken, den, loss))
         wanted = (2 * value - d if kind == 0 else value / np.sqrt(d * power) * 1.5) - lost
+        if knows:
+            wanted[[0, 3]] = 9.0
         np.testing.assert_allclose(score.copy_to_host()[:, 0], wanted, rtol=2e-5, atol=1e-5)
         assert (score.copy_to_host()[:, 1] == 7.0).all()
+        after = np.full((items, n_rotations), 9.0)
+        after[np.arange(items), chosen[:, 0]] = score.copy_to_host()[:, 0]
+        np.testing.assert_array_equal(scores.copy_to_host(), after.astype(np.float32))
 
 
 @pytest.mark.parametrize(("number_bytes", "shifts_particles", "score", "limited"), [(2, False, "ncc", False), (1, True, "ml", True)])
@@ -402,14 +409,8 @@ def test_a_search_by_products_is_the_cpus(make_case, monkeypatch, number_bytes, 
     assert on_host.load(batch, prior) == []
     wanted = on_host.search(case.starts, anchors, level)
 
-    def multiply(a, b, out, rows, wide, depth):
-        a, b = (array.copy_to_host()[: count * depth].reshape(count, depth) for array, count in ((a, rows), (b, wide)))
-        if number_bytes == 1:
-            a, b = eight_values(a), eight_values(b)
-        out[: rows * wide].copy_to_device((a.astype(np.float64) @ b.astype(np.float64).T).astype(np.float32).ravel())
-
     monkeypatch.setattr(gemm, "ALIGNMENT", 8)
-    monkeypatch.setattr(gemm, "product_half" if number_bytes == 2 else "product_eight", multiply)
+    monkeypatch.setattr(gemm, "product_narrow", multiply_exactly(number_bytes))
     monkeypatch.setattr(cuda_backend, "available", lambda: True)
     monkeypatch.setattr(cuda_backend, "ways", lambda precision: [product.Way(number_bytes, shifts_particles)])
     monkeypatch.setattr(cuda_backend, "tensor_us", lambda *rest: np.inf)
@@ -422,11 +423,11 @@ def test_a_search_by_products_is_the_cpus(make_case, monkeypatch, number_bytes, 
     assert (np.diff(np.where(kept, found.scores, -1e30), axis=1) <= 0).all()
     scale = np.abs(wanted.scores[kept]).max()
     # scored again: what differs is which of two trial shifts that are alike was taken
-    allowed = (2e-4 if number_bytes == 2 else 0.05) * scale
+    allowed = (2e-4 if number_bytes == 2 else 0.02) * scale
     assert np.abs(found.scores - wanted.scores)[kept].max() < allowed
     same = np.abs(found.rotations - wanted.rotations).max((2, 3)) < 1e-5
     same &= np.abs(found.shifts_angst - wanted.shifts_angst).max(2) < 1e-3
-    assert same[kept].mean() > (0.9 if number_bytes == 2 else 0.5) and same[:2, 0].all()
+    assert same[kept].mean() > (0.9 if number_bytes == 2 else 0.8) and same[:2, 0].all()
     assert np.abs(found.scores - wanted.scores)[kept & same].max() < 2e-4 * scale
 
 
@@ -439,7 +440,7 @@ def test_no_candidate_is_chosen_twice():
     turned = Rotation.random(n_rotations, random_state=3).as_matrix().reshape(-1, 9).astype(np.float32)
     chosen, found = cuda.device_array((particles, keep), np.int32), cuda.device_array((particles, keep), np.float32)
     each = np.arange(particles, dtype=np.int32)
-    kernels.choose[particles, kernels.CHOOSE_THREADS](
+    choosing.choose[particles, choosing.CHOOSE_THREADS](
         *map(cuda.to_device, (scores, each, np.ones_like(each), np.tile(np.eye(3, dtype=np.float32).ravel(), (particles, 1)), turned)),
         *(np.float32(2.99), keep, cuda.device_array((particles, keep, 9), np.float32), chosen, found),
     )
@@ -452,7 +453,7 @@ def test_losses_are_taken_off_scores():
     best = np.array([[3.0, 2.0, -1e38], [1.0, 5.0, 4.0]], np.float32)
     loss = np.array([[1.0, np.inf, 1.0], [0.0, 2.5, np.inf]], np.float32)
     device = cuda.to_device(best)
-    kernels.take_off[(1, 2), 8](device, cuda.to_device(loss))
+    scoring.take_off[(1, 2), 8](device, cuda.to_device(loss))
     np.testing.assert_array_equal(device.copy_to_host(), np.array([[2.0, -1e38, -1e38], [1.0, 2.5, -1e38]], np.float32))
 
 
@@ -582,7 +583,7 @@ def test_parts_of_a_search_depend_on_no_memory(make_case, monkeypatch, quick_tra
     assert sizes(1 << 40) == usual and len(sizes(4 << 10)) == 7
     monkeypatch.setattr(cuda_backend, "_PART_BYTES", 1 << 40)
     assert sizes(1 << 50) == [7]
-    monkeypatch.setattr(kernels, "MOST_ITEMS", 3)
+    monkeypatch.setattr(launching, "MOST_ITEMS", 3)
     assert sizes(1 << 50) == [3, 3, 1]
 
 

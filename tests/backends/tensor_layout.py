@@ -6,7 +6,7 @@ import numpy as np
 from numba import cuda
 
 from numba_glocal.backends import lines
-from numba_glocal.backends.cuda import kernels, tensor
+from numba_glocal.backends.cuda import packing, tensor
 from numba_glocal.backends.cuda.scratch import Scratch
 
 BOX, K_MAX, ROTATIONS, ITEMS = 16, 3.0, 18, 10
@@ -44,7 +44,7 @@ def main() -> None:
     best_row = np.full((ITEMS, ROTATIONS), -1)
     angle = 2.0 * np.pi * cube.step_voxels / BOX
     packed = cuda.device_array(search.planes * item_tiles * chunks * 256, np.float16)
-    kernels.pack_columns[(-(-chunks // 4), item_tiles), 128](
+    packing.pack_columns[(-(-chunks // 4), item_tiles), 128](
         cuda.to_device(columns.ravel()), 4 * pairs, search.pair, search.depth, search.root, cuda.to_device(scales), search.angles, packed
     )
     # lane 4 (2 item + part) + pair; two tiles of four items

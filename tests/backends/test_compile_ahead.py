@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import subprocess
 import sys
 import time
@@ -93,14 +95,15 @@ def test_a_second_process_compiles_nothing(jit, compiler, monkeypatch):
 def test_every_kernel_is_listed_once_and_only_once(compiler):
     from numba.cuda.dispatcher import CUDADispatcher
 
-    from numba_glocal.backends.cuda import kernels, prepare
+    from numba_glocal.backends import cuda
     from numba_glocal.backends.cuda.signatures import jobs
 
-    for precision in ("half", "fp8", "single"):
+    modules = [importlib.import_module(f"{cuda.__name__}.{found.name}") for found in pkgutil.iter_modules(cuda.__path__)]
+    for precision in ("int8", "half", "single"):
         first, later = jobs(precision)
         assert len({job.kernel for job in [*first, *later]}) == len([*first, *later]) < len(ahead_module._QUEUE)
         listed = {job.kernel for job in first}
-        for module in (kernels, prepare):
+        for module in modules:
             kinds = {name: each for name, each in vars(module).items() if isinstance(each, CUDADispatcher)}
             missing = {name for name, each in kinds.items() if not each.targetoptions["device"] and each not in listed}
             assert not missing, f"{module.__name__}: give {missing} their types in signatures.py"

@@ -10,12 +10,12 @@ import pytest
 cuda = pytest.importorskip("numba.cuda")
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 
-from numba import float32, uint8  # noqa: E402
+from numba import float32, int8  # noqa: E402
 
 try:
     from numba.cuda import dispatcher
 
-    from numba_glocal.backends.cuda import kernels, prepare, search, tensor
+    from numba_glocal.backends.cuda import packing, prepare, search, tensor
     from numba_glocal.backends.cuda.signatures import KERNELS, PREPARE, SEARCH, TENSOR
 
     cuda.compile(lambda x: None, (float32[::1],), cc=(9, 0), output="ptx", device=False, abi="numba")
@@ -23,6 +23,10 @@ except Exception as problem:  # no NVVM here
     pytest.skip(f"kernels cannot be compiled here: {problem}", allow_module_level=True)
 
 IN_DOUBLE = {"refine", "band_power", "insert", "residual_power", "float_sums", "particle_facts", "volume_levels"}
+
+
+def name_of(kernel) -> str:
+    return kernel.__name__
 
 
 def ptx_of(kernel, signature, fastmath=True) -> str:
@@ -37,25 +41,24 @@ def instructions(ptx: str) -> str:
     return "\n".join(line for line in ptx.splitlines() if re.match(r"\s+[a-z]", line))
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernel_compiles(name):
-    ptx = ptx_of(getattr(kernels, name), KERNELS[name])
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
+def test_kernel_compiles(kernel):
+    ptx = ptx_of(kernel, KERNELS[kernel])
     assert ".entry" in ptx
-    if name not in IN_DOUBLE:
+    if name_of(kernel) not in IN_DOUBLE:
         assert ".f64" not in instructions(ptx), "double precision in a single-precision kernel"
 
 
-@pytest.mark.parametrize("name", PREPARE)
-def test_kernel_from_files_to_volumes_compiles(name):
-    kernel = getattr(prepare, name)
-    ptx = ptx_of(kernel, PREPARE[name], kernel.targetoptions["fastmath"])
+@pytest.mark.parametrize("kernel", PREPARE, ids=name_of)
+def test_kernel_from_files_to_volumes_compiles(kernel):
+    ptx = ptx_of(kernel, PREPARE[kernel], kernel.targetoptions["fastmath"])
     assert ".entry" in ptx and ".local" not in ptx
-    assert (".f64" in instructions(ptx)) == (name in IN_DOUBLE)
+    assert (".f64" in instructions(ptx)) == (name_of(kernel) in IN_DOUBLE)
 
 
 def test_two_levels_are_taken_off_one_after_the_other():
     """Joined into one number, a level of 1e5 and an offset of 0.1 would round to 1e5."""
-    subtractions = [line for line in instructions(ptx_of(prepare.place_volumes, PREPARE["place_volumes"], False)).splitlines() if "sub" in line]
+    subtractions = [line for line in instructions(ptx_of(prepare.place_volumes, PREPARE[prepare.place_volumes], False)).splitlines() if "sub" in line]
     assert sum(".f32" in line for line in subtractions) == 2
     assert prepare.place_volumes.targetoptions["fastmath"] is False
 
@@ -95,9 +98,9 @@ def test_every_shift_of_the_ball_belongs_to_one_group():
         assert len(rows) == len(set(rows)) == inside
 
 
-@pytest.mark.parametrize("name", ["narrow_columns", "narrow_templates"])
-def test_numbers_are_stored_as_the_array_asks(name):
-    half = ptx_of(getattr(kernels, name), KERNELS[name])
-    eight = ptx_of(getattr(kernels, name), (*KERNELS[name][:-1], uint8[::1]))
-    assert "e4m3x2" in eight and "e4m3x2" not in half
+@pytest.mark.parametrize("kernel", [packing.narrow_columns, packing.narrow_templates], ids=name_of)
+def test_numbers_are_stored_as_the_array_asks(kernel):
+    half = ptx_of(kernel, KERNELS[kernel])
+    eight = ptx_of(kernel, (*KERNELS[kernel][:-1], int8[::1]))
+    assert "prmt" in eight and "prmt" not in half
     assert "f16" in half and "f16" not in instructions(eight).replace("b16", "")

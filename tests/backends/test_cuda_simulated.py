@@ -27,18 +27,21 @@ def test_in_the_simulator(tmp_path):
 def check_types(launches: dict[str, list[str]]) -> None:
     """Kernels are compiled ahead for the types with which they are launched."""
     try:
-        from numba.cuda.types import uint8
+        from numba.cuda.types import int8, int32
 
         from numba_glocal.backends.cuda.signatures import KERNELS, PREPARE, SEARCH
     except ImportError:  # no CUDA toolkit
         return
-    listed = {f"numba_glocal.backends.cuda.kernels.{name}": types for name, types in KERNELS.items()}
-    listed |= {f"numba_glocal.backends.cuda.prepare.{name}": types for name, types in PREPARE.items()}
+    listed = {f"{kernel.__module__}.{kernel.__name__}": types for kernel, types in (KERNELS | PREPARE).items()}
     seen = 0
     for name, found in launches.items():
         types = SEARCH if name.endswith(".search") else listed.get(name)
         if types is not None:  # functions that kernels call are none
             seen += 1
-            narrow = [types, (*types[:-1], uint8[::1])] if name.split(".")[-1] in ("narrow_columns", "narrow_templates") else [types]
+            narrow = [types]
+            if name.endswith((".narrow_columns", ".narrow_templates")):
+                narrow += [(*types[:-1], int8[::1])]
+            elif name.endswith(".best_of_tile"):
+                narrow += [(int32[::1], *types[1:])]
             assert found == sorted(", ".join(map(str, each)) for each in narrow), name
     assert seen >= 18

@@ -47,7 +47,7 @@ def uuid() -> str:
 
 def executor(workers: int, gpu_ids: list[str], **more):
     """A pool as `align` makes it."""
-    arguments = ("cuda", 0, BYTES_EACH, workers, "half")
+    arguments = ("cuda", 0, BYTES_EACH, workers, "auto")
     return make_executor(workers, gpu_ids, initializer=start_gpu_worker, initargs=arguments, warm_up=warm_up_gpu_worker, **more)
 
 

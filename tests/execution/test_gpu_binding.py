@@ -238,7 +238,7 @@ def test_flcf_under_a_mask_file_is_for_the_cpu(two_gpus):
 # --- precision ------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "half"), ("half", "half"), ("single", "single")])
+@pytest.mark.parametrize(("given", "expected"), [(None, "auto"), ("half", "half"), ("single", "single")])
 def test_precision_reaches_the_backend(given, expected, monkeypatch, two_gpus):
     made = []
     module = ModuleType("numba_glocal.backends.cuda.backend")
@@ -253,5 +253,5 @@ def test_precision_reaches_the_backend(given, expected, monkeypatch, two_gpus):
 def test_precision_of_gpus_is_refused_without_gpus(monkeypatch):
     with pytest.raises(SettingsError, match="--gpu-precision single: there is no GPU in this run"):
         running.choose_workers(AlignSettings("p.star", "run", gpus="none", gpu_precision="single"))
-    with pytest.raises(SettingsError, match="--gpu-precision: expected one of half, fp8, single; found 'double'"):
+    with pytest.raises(SettingsError, match="--gpu-precision: expected one of auto, int8, half, single; found 'double'"):
         AlignSettings("p.star", "run", gpu_precision="double")

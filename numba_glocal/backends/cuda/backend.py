@@ -1,4 +1,4 @@
-"""The CUDA backend: sessions over the kernels of `kernels` and `search`. See `numba_glocal.backends.protocols`."""
+"""The CUDA backend: sessions over the kernels of this package. See `numba_glocal.backends.protocols`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..cpu import CPUSearchSession
 from ..interpolation import interpolation_curvature
 from ..newton import MAX_ANGLE_STEP_DEG, MAX_STEPS, STOP_ANGLE_DEG, STOP_SHIFT_ANGST, End, add_prior, climb, unpack_normal_equations
 from ..protocols import Candidates, Grid, ParticleBatch, PoseEstimates, SearchLevel, SearchSetup, SumSetup, no_candidates
-from . import gemm, kernels
+from . import choosing, contraction, gemm, launching, normal_equations, refining, residuals, scoring, turning
 from .memory import free_bytes, halve_until_it_fits, release_unused
 from .pool import Pool
 from .product import ProductSearch, shift_turns, ways
@@ -43,6 +43,10 @@ _WORK_SHARE = 0.15
 _PART_BYTES = 1 << 30
 """Of a part of a search: the same on all devices that have room for it, for the way it is made and its last bits depend on how many starts it has."""
 _SCRATCH_SHARE = 0.05
+_CONTENDERS = 3
+"""Best candidates of a search in whole numbers that are scored again before any is chosen: on made particles the best was always among two."""
+_ANY_TRACE = 4.0
+"""Of the turn from one candidate to another: no two are too near each other."""
 
 
 def den_products(powers: Any, den_weight: Any, den: Any, half: bool) -> None:
@@ -58,7 +62,7 @@ def den_products(powers: Any, den_weight: Any, den: Any, half: bool) -> None:
     if gemm.available():
         gemm.product(powers, den_weight, den, rotations, items, powers.shape[1], half)
     else:
-        kernels.products[(-(-rotations // kernels.WIDE_TILE), -(-items // kernels.WIDE_TILE)), (16, 16)](den_weight, powers, den)
+        contraction.products[(-(-rotations // contraction.WIDE_TILE), -(-items // contraction.WIDE_TILE)), (16, 16)](den_weight, powers, den)
 
 
 _HINTS = {
@@ -101,17 +105,18 @@ class CUDABackend:
     share : int
         Processes that share the GPU.
     precision : str
-        Of searches. "half": on the tensor cores in half precision where that is faster; "fp8": there in FP8 where that is faster still;
-        "single": never on them. The candidates kept are scored again in single precision, and refinement is single in all.
+        Of searches. "int8": on the tensor cores, of many particles in whole numbers of 8 bits, where that is faster; "half": there in half
+        precision; "single": never on them; "auto": "int8" where this GPU has it, else "half". What comes out best is scored again in single
+        precision, and refinement is single in all.
     """
 
     name = "cuda"
 
-    def __init__(self, memory_bytes: int | None = None, share: int = 1, precision: str = "half") -> None:
-        self.precision = precision
+    def __init__(self, memory_bytes: int | None = None, share: int = 1, precision: str = "auto") -> None:
         self.device = device_name()
-        if precision == "fp8" and not gemm.eight_available():
-            raise DeviceError(f"--gpu-precision fp8 needs a GPU of compute capability 8.9 or later and cuBLAS, here: {self.device}; use half")
+        if precision == "int8" and not gemm.eight_available():
+            raise DeviceError(f"--gpu-precision int8 needs a GPU of compute capability 7.2 or later and cuBLAS, here: {self.device}; use half")
+        self.precision = ("int8" if gemm.eight_available() else "half") if precision == "auto" else precision
         free = free_bytes()
         self.memory_bytes = min(memory_bytes, free // share) if memory_bytes else free // share
         self.scratch = Scratch(min(2 << 30, int(self.memory_bytes * _SCRATCH_SHARE)))
@@ -265,8 +270,8 @@ class CUDASearchSession:
             templates = cuda.device_array(padded * band.n_pairs * 4 + _SPARE_BYTES // 4, np.float32)
             powers = cuda.device_array((count, 2 * band.n_pairs), np.float32)
             matrices = cuda.to_device(level.rotations.reshape(-1, 9).astype(np.float32))
-            grid = kernels.rotation_grid(-(-2 * band.n_pairs // 128), count)
-            kernels.fill_templates[grid, 128](self._reference, self._offset, points, matrices, templates, powers)
+            grid = launching.rotation_grid(-(-2 * band.n_pairs // 128), count)
+            turning.fill_templates[grid, 128](self._reference, self._offset, points, matrices, templates, powers)
             found = templates, powers, matrices
             self._templates.put(key, found, 4 * (padded * band.n_pairs * 4 + count * 2 * band.n_pairs))
         return found
@@ -287,7 +292,7 @@ class CUDASearchSession:
         rotations = len(level.rotations)
         per_item = 4 * (8 * band.n_pairs + 3 * rotations + 2 * len(cube.shifts_voxels))
         part_bytes = min(_PART_BYTES, int(self.backend.memory_bytes * _WORK_SHARE))
-        room = min(int(used.sum()), max(1, part_bytes // per_item), kernels.MOST_ITEMS)
+        room = min(int(used.sum()), max(1, part_bytes // per_item), launching.MOST_ITEMS)
         ends = np.cumsum(used[particles].sum(axis=1))  # work items up to and with each particle
         first = 0
 
@@ -349,7 +354,7 @@ class CUDASearchSession:
         in_reference = np.einsum("wji,wj->wi", start_rotations, start_voxels) / n
         pool = self._loaded_pool()
         assert pool.pad is not None
-        kernels.turn[(-(-2 * band.n_pairs // 128), items), 128](
+        turning.turn[(-(-2 * band.n_pairs // 128), items), 128](
             pool.spectra[1 if self._unmasked else 0],
             pool.pad.size,
             slots,
@@ -431,32 +436,28 @@ class CUDASearchSession:
             power = cuda.to_device(self._powers(band.k_max)[p_of].astype(np.float32))
         kind = 0 if setup.score == "ml" else 1
         factor = np.float32(self._flcf_factor() if self._unmasked else 1.0)
-        kernels.finish_scores[(-(-rotations // 128), items), 128](best, den, power, kind, factor)
+        scoring.finish_scores[(-(-rotations // 128), items), 128](best, den, power, kind, factor)
         device_losses = self._nothing
         if priors:
             losses = np.stack([prior.angle_loss(start_rotations[i] @ level.rotations) for i, prior in enumerate(priors)])
             device_losses = cuda.to_device(losses.astype(np.float32))
-            kernels.take_off[(-(-rotations // 128), items), 128](best, device_losses)
+            scoring.take_off[(-(-rotations // 128), items), 128](best, device_losses)
         first = np.searchsorted(p_of, part).astype(np.int32)
         device_first = cuda.to_device(first)
         count = np.diff(np.append(first, items)).astype(np.int32)
-        chosen = cuda.device_array((len(part), level.keep), np.int32)
-        chosen_score = cuda.device_array((len(part), level.keep), np.float32)
-        min_trace = np.float32(1.0 + 2.0 * math.cos(math.radians(level.separation_deg)))
-        kernels.choose[len(part), kernels.CHOOSE_THREADS](
-            best,
-            device_first,
-            cuda.to_device(count),
-            device_starts,
-            matrices,
-            min_trace,
-            level.keep,
-            cuda.device_array((len(part), level.keep, 9), np.float32),
-            chosen,
-            chosen_score,
-        )
-        if narrow is not None:
-            kernels.score_chosen[(len(part), level.keep), kernels.REDUCE_THREADS](
+        device_count = cuda.to_device(count)
+
+        def choose(keep: int, min_trace: float, name: str) -> tuple[Any, Any]:
+            chosen = scratch.array(f"chosen {name}", (len(part), keep), np.int32)
+            score = scratch.array(f"score {name}", (len(part), keep), np.float32)
+            kept = scratch.array("kept rotations", (len(part), keep, 9), np.float32)
+            choosing.choose[len(part), choosing.CHOOSE_THREADS](
+                best, device_first, device_count, device_starts, matrices, np.float32(min_trace), keep, kept, chosen, score
+            )
+            return chosen, score
+
+        def score_again(chosen: Any, score: Any, known: Any, n_known: int) -> None:
+            choosing.score_chosen[chosen.shape, launching.REDUCE_THREADS](
                 templates,
                 columns_2d,
                 den_weight,
@@ -474,8 +475,21 @@ class CUDASearchSession:
                 device_losses,
                 int(bool(priors)),
                 chosen,
-                chosen_score,
+                known,
+                n_known,
+                best,
+                score,
             )
+
+        known, n_known = None, 0
+        if isinstance(narrow, ProductSearch) and narrow.way.number_bytes == 1:
+            # of what is nearly best, single precision tells the order
+            n_known = min(_CONTENDERS, int(count.max()) * rotations)
+            known, known_score = choose(n_known, _ANY_TRACE, "contenders")
+            score_again(known, known_score, known, 0)
+        chosen, chosen_score = choose(level.keep, 1.0 + 2.0 * math.cos(math.radians(level.separation_deg)), "best")
+        if narrow is not None:
+            score_again(chosen, chosen_score, chosen if known is None else known, n_known)
         rows, found = chosen.copy_to_host(), chosen_score.copy_to_host()
         if narrow is not None and level.keep > 1:
             order = np.argsort(np.where(rows >= 0, -found, np.inf), axis=1, kind="stable")
@@ -533,7 +547,7 @@ class CUDASearchSession:
         count = len(self._slots)
         out = cuda.device_array(count, np.float64)
         device_weights, weight_size, signed, table_scale, _ = self._weights()
-        kernels.band_power[count, kernels.REDUCE_THREADS](
+        scoring.band_power[count, launching.REDUCE_THREADS](
             self._loaded_pool().cubes[0],
             self._loaded_pool().cube.size,
             cuda.to_device(self._slots),
@@ -569,11 +583,11 @@ class CUDASearchSession:
         device_rotations = cuda.to_device(rotations.reshape(-1, 9).copy())
         device_shifts = cuda.to_device(np.ascontiguousarray(angst_to_voxels(shifts_angst, *size)))
         anchors = cuda.to_device(np.ascontiguousarray(angst_to_voxels(anchor_angst[p_of], *size)))
-        sums, taken = cuda.device_array((items, kernels.N_SUMS), np.float64), cuda.device_array(items, np.int32)
+        sums, taken = cuda.device_array((items, normal_equations.N_SUMS), np.float64), cuda.device_array(items, np.int32)
         device_weights, weight_size, signed, table_scale, _ = self._weights()
         samples = self._samples
         limit = float(angst_to_voxels(min(self.setup.max_shift_angst, 1e9), *size))
-        kernels.refine[items, kernels.REFINE_THREADS](
+        refining.refine[items, normal_equations.REFINE_THREADS](
             self._reference,
             self._offset,
             n,
@@ -778,7 +792,7 @@ class CUDASearchSession:
         results = [cuda.device_array((len(p), N_WEIGHT_BINS, shells), np.float32) for _ in range(3)]
         device_weights, weight_size, signed, _, relative_scale = self._weights()
         reach2 = np.float32(min(self.setup.k_max, float(self._reach)) ** 2 + 1e-6)
-        kernels.residual_power[(shells, len(p)), 64](
+        residuals.residual_power[(shells, len(p)), 64](
             self._reference,
             self._offset,
             n,

@@ -1,7 +1,7 @@
 """The search of many particles as one matrix product (docs/scoring.md, 3; docs/adr/0009, 0015).
 
-Rotated references are rows, turned particles columns, and cuBLAS multiplies them in half precision or FP8. One side must be written for every
-trial shift: the references where they are fewer than the particles, else the particles. `ways` says what each costs.
+Rotated references are rows, turned particles columns, and cuBLAS multiplies them in half precision or 8-bit whole numbers. One side must be
+written for every trial shift: the references where they are fewer than the particles, else the particles. `ways` says what each costs.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from numba import cuda
 from numpy.typing import NDArray
 
 from .. import lines
-from . import gemm, kernels
+from . import gemm, launching, packing, scoring
 from .scratch import Scratch
 from .tensor import Weighting, root_weights
 
-_WRITE_BYTES_PER_US = {2: 1.2e6, 1: 0.9e6}
-_FLOPS_PER_US = {2: 7.0e8, 1: 1.3e9}
+_WRITE_BYTES_PER_US = {2: 2.4e6, 1: 2.0e6}
+_FLOPS_PER_US = {2: 7.0e8, 1: 1.2e9}
 _LAUNCHES_US = 150.0
 _TILE_BYTES = 2 << 30
 """Of a tile of trial shifts, whatever the device has: cuBLAS may add up in another order where a product has another size."""
-_LARGEST = {2: 64.0, 1: 200.0}
-"""Largest number of the first rotation's templates, which others may exceed: half precision has room to 65,504 and keeps 11 bits down to 6e-5,
-FP8 (e4m3) has room to 448 and keeps 4 bits down to 0.016."""
-_COLUMN_SCALE = {2: 1.0, 1: 8.0}
+_PEAK = {2: 64.0, 1: 127.0}
+"""Largest amplitude of a row. Half precision keeps eleven bits of what is a millionth of that; whole numbers are steps of one."""
+_NORM = {2: 1e18, 1: 45000.0}
+"""Largest norm of a row: no sum of products of whole numbers, nor any part of it, is larger than its square (Cauchy and Schwarz), which is
+below 2^31 with what rounding adds."""
+_FAINTEST = 1e-3
+"""Shells in which the reference has less than this of its largest amplitude are treated as if they had it."""
 
 
 def padded(size: int) -> int:
@@ -42,7 +45,7 @@ class Way:
     Attributes
     ----------
     number_bytes : int
-        2: half precision; 1: FP8.
+        2: half precision; 1: whole numbers of 8 bits, whose sums are exact.
     shifts_particles : bool
         Whether the trial shifts are on the particles' side.
     """
@@ -52,9 +55,9 @@ class Way:
 
     def microseconds(self, band: lines.LineBand, n_shifts: int, n_rotations: int, items: int) -> float:
         """What it should take, by rates measured on one H200 (benchmarks/cuda_steps.py)."""
-        depth, wide = padded(4 * band.n_pairs), padded(items)
-        written = (wide if self.shifts_particles else n_rotations) * n_shifts * depth * self.number_bytes
-        operations = 2.0 * n_rotations * n_shifts * depth * wide
+        depth = padded(4 * band.n_pairs)
+        written = (items if self.shifts_particles else n_rotations) * n_shifts * depth * self.number_bytes
+        operations = 2.0 * n_rotations * depth * (padded(n_shifts * items) if self.shifts_particles else n_shifts * padded(items))
         return _LAUNCHES_US + written / _WRITE_BYTES_PER_US[self.number_bytes] + operations / _FLOPS_PER_US[self.number_bytes]
 
 
@@ -62,7 +65,7 @@ def ways(precision: str) -> list[Way]:
     """What a precision allows here; none without cuBLAS."""
     if precision == "single" or not gemm.available():
         return []
-    return [Way(1 if precision == "fp8" else 2, shifts_particles) for shifts_particles in (False, True)]
+    return [Way(1 if precision == "int8" else 2, shifts_particles) for shifts_particles in (False, True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +78,10 @@ class ProductSearch:
     band : LineBand
     n_rotations, n_shifts : int
     templates : device array
-        As `kernels.fill_templates` leaves them.
+        As `turning.fill_templates` leaves them.
     lattice, root, turns, shift_rows : device arrays
-        `turns` of the trial shifts, the smallest, which is none, first.
-    scale : float
+        `root` as from `balanced_root`; `turns` of the trial shifts, the smallest, which is none, first.
+    factors : (a,) float32 device array
         Of the templates, for the range of the numbers.
     """
 
@@ -91,7 +94,7 @@ class ProductSearch:
     root: Any
     turns: Any
     shift_rows: Any
-    scale: float
+    factors: Any
 
     @classmethod
     def make(
@@ -107,7 +110,10 @@ class ProductSearch:
         inverse_sigma2: NDArray[np.float32],
     ) -> ProductSearch:
         """Uploads what the kernels need of a level; `lattice` is that of the band, on the device."""
-        root = root_weights(band, inverse_sigma2)
+        root = cuda.to_device(balanced_root(band, inverse_sigma2, powers[0].copy_to_host()))
+        factors = cuda.device_array(n_rotations, np.float32)
+        peak, norm = np.float32(_PEAK[way.number_bytes]), np.float32(_NORM[way.number_bytes])
+        packing.template_factors[n_rotations, launching.REDUCE_THREADS](powers, root, peak, norm, factors)
         return cls(
             way,
             band,
@@ -115,10 +121,10 @@ class ProductSearch:
             len(cube.inside),
             templates,
             lattice,
-            cuda.to_device(root),
+            root,
             cuda.to_device(shift_turns(cube, box_size)[cube.inside]),
             cuda.to_device(cube.inside.astype(np.int32)),
-            _LARGEST[way.number_bytes] / largest_template(powers, root),
+            factors,
         )
 
     @property
@@ -135,29 +141,30 @@ class ProductSearch:
         scratch : Scratch
         best : (items, n_rotations) float32, best_shift : (items, n_rotations) int32, set by this function
         """
-        size, number = 4 * self.band.n_pairs, self.way.number_bytes
-        depth, wide = padded(size), padded(items)
-        kind: Any = np.float16 if number == 2 else np.uint8
-        multiply = gemm.product_half if number == 2 else gemm.product_eight
+        number, shifts_columns = self.way.number_bytes, self.way.shifts_particles
+        depth = padded(4 * self.band.n_pairs)
+        wide = items if shifts_columns else padded(items)  # where there are many shifts of them, all together are padded
+        kind, kind_out = (np.float16, np.float32) if number == 2 else (np.int8, np.int32)
         scales = scratch.array("column scales", items, np.float32)
-        kernels.column_scales[items, kernels.REDUCE_THREADS](columns, self.root, size, np.float32(_COLUMN_SCALE[number]), scales)
-        shifts_columns = self.way.shifts_particles
+        peak, norm = np.float32(_PEAK[number]), np.float32(_NORM[number])
+        packing.column_factors[items, launching.REDUCE_THREADS](columns, self.root, peak, norm, scales)
         rows = wide if shifts_columns else self.n_rotations  # that are written for every shift
         most = min(_TILE_BYTES, scratch.part_bytes) // max(number * rows * depth, 4 * self.n_rotations * wide)
         tile = int(max(1, min(self.n_shifts, most)))
         tile = math.ceil(self.n_shifts / math.ceil(self.n_shifts / tile))  # of one size
-        narrow_columns = scratch.array("narrow columns", (tile if shifts_columns else 1) * wide * depth, kind)
+        most_columns = padded((tile if shifts_columns else 1) * wide)
+        narrow_columns = scratch.array("narrow columns", most_columns * depth, kind)
         narrow_templates = scratch.array("narrow templates", (1 if shifts_columns else tile) * self.n_rotations * depth, kind)
-        products = scratch.array("products", tile * self.n_rotations * wide, np.float32)
+        products = scratch.array("products", (1 if shifts_columns else tile) * self.n_rotations * most_columns, kind_out)
         blocks = -(-depth // 512)
 
         def fill_columns(first: int, count: int) -> None:
-            kernels.narrow_columns[(blocks, wide), 128](
+            packing.narrow_columns[(blocks, -(-wide // packing.TOGETHER)), 128](
                 columns, self.root, scales, self.lattice, self.turns, first, count, wide, depth, narrow_columns
             )
 
         def fill_templates(first: int, count: int) -> None:
-            kernels.narrow_templates[kernels.rotation_grid(blocks, self.n_rotations), 128](
+            packing.narrow_templates[launching.rotation_grid(blocks, -(-self.n_rotations // packing.TOGETHER)), 128](
                 self.templates,
                 self.band.n_pairs,
                 self.lattice,
@@ -166,7 +173,7 @@ class ProductSearch:
                 first,
                 count,
                 self.n_rotations,
-                np.float32(self.scale),
+                self.factors,
                 depth,
                 narrow_templates,
             )
@@ -177,12 +184,13 @@ class ProductSearch:
             count = min(tile, self.n_shifts - first)
             fill_each(first, count)
             if shifts_columns:
-                multiply(narrow_templates, narrow_columns, products, self.n_rotations, count * wide, depth)
-                strides = wide, count * wide
+                all_columns = padded(count * wide)  # those past the last hold anything, and nobody reads what they give
+                gemm.product_narrow(narrow_templates, narrow_columns, products, self.n_rotations, all_columns, depth)
+                strides = wide, all_columns
             else:
-                multiply(narrow_templates, narrow_columns, products, count * self.n_rotations, wide, depth)
+                gemm.product_narrow(narrow_templates, narrow_columns, products, count * self.n_rotations, wide, depth)
                 strides = self.n_rotations * wide, wide
-            kernels.best_of_tile[kernels.rotation_grid(-(-items // 128), self.n_rotations), 128](
+            scoring.best_of_tile[launching.rotation_grid(-(-items // 128), self.n_rotations), 128](
                 products,
                 *strides,
                 first,
@@ -190,7 +198,7 @@ class ProductSearch:
                 self.n_rotations,
                 self.shift_rows,
                 scales,
-                np.float32(self.scale),
+                self.factors,
                 int(weighting.used),
                 weighting.multiplier,
                 weighting.bias,
@@ -204,7 +212,22 @@ def shift_turns(cube: lines.ShiftCube, box_size: int) -> NDArray[np.float32]:
     return ((cube.shifts_voxels @ lines.GENERIC_ROTATION) / box_size).astype(np.float32)
 
 
-def largest_template(powers: Any, root: NDArray[np.float32]) -> float:
-    """Largest amplitude of the first rotated reference, times `root`; other rotations sample other points, and what is larger is cut off."""
-    power = powers[0].copy_to_host().astype(np.float64)
-    return float(np.sqrt(max(1e-30, (power * root.astype(np.float64) ** 2).max())))
+def balanced_root(band: lines.LineBand, inverse_sigma2: NDArray[np.float32], power: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What templates are multiplied by and columns divided by: (2 p,) float32.
+
+    With `root_weights` alone a column is as strong in every shell as its noise, and a template falls off as the signal does: in steps of one size
+    its faint shells would be lost. Divided by the square root of its amplitude both sides fall off alike, and a product loses least.
+
+    Parameters
+    ----------
+    power : (2 p,) float32
+        Of a rotated reference.
+    """
+    root = root_weights(band, inverse_sigma2)
+    used = band.sample_weight > 0
+    shell = np.rint(band.radius[used]).astype(int)
+    mean_square = np.bincount(shell, (power * root.astype(np.float64) ** 2)[used]) / np.maximum(np.bincount(shell), 1)
+    amplitude = np.sqrt(mean_square)
+    amplitude = np.maximum(amplitude, max(_FAINTEST * float(amplitude.max(initial=0.0)), 1e-30))
+    root[used] /= np.sqrt(amplitude)[shell]
+    return root

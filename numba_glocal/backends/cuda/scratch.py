@@ -10,6 +10,7 @@ from numba import cuda
 from numba.core import config
 
 _SPARE = 1.1
+_MOST_VIEWS = 32
 
 
 class Scratch:
@@ -24,6 +25,7 @@ class Scratch:
     def __init__(self, part_bytes: int = 2 << 30) -> None:
         self.part_bytes = part_bytes
         self._held: dict[str, Any] = {}
+        self._views: dict[str, dict[tuple[tuple[int, ...], str], Any]] = {}  # making one takes as long as launching a kernel
 
     def array(self, name: str, shape: int | tuple[int, ...], dtype: Any) -> Any:
         """An array with room for `shape`, its values undefined.
@@ -38,17 +40,26 @@ class Scratch:
         if config.ENABLE_CUDASIM:  # its arrays have no views of another kind
             return cuda.device_array(shape, dtype)
         shape = (shape,) if isinstance(shape, int) else shape
+        kind = shape, np.dtype(dtype).str
+        views = self._views.setdefault(name, {})
+        if kind in views:
+            return views[kind]
         count = math.prod(shape)
         size = max(1, count * np.dtype(dtype).itemsize)
         held = self._held.get(name)
         if held is None or held.size < size:
             self._held.pop(name, None)
+            views.clear()
             held = None  # its memory first, then more
             held = self._held[name] = cuda.device_array(int(size * _SPARE) + 1024, np.uint8)
         if not count:
             return cuda.device_array(shape, dtype)
-        return held[: count * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+        if len(views) >= _MOST_VIEWS:
+            views.clear()
+        views[kind] = held[: count * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+        return views[kind]
 
     def clear(self) -> None:
         """Gives everything back."""
+        self._views.clear()
         self._held.clear()

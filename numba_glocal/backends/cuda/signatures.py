@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from numba.cuda.types import float16, float32, float64, int16, int32, int64, uint8, uint64
+from numba.cuda.types import float16, float32, float64, int8, int16, int32, int64, uint64
 
-from . import kernels, prepare
+from . import choosing, contraction, insertion, packing, prepare, refining, residuals, scoring, turning
 
 _f, _i32, _i64, _d, _h = float32[::1], int32[::1], int64[::1], float64[::1], float16[::1]
 _f2, _i2, _d2 = float32[:, ::1], int32[:, ::1], float64[:, ::1]
@@ -15,44 +15,46 @@ _f3 = float32[:, :, ::1]
 _n = int64
 _WEIGHTS = (_f, _n, _i32)
 
-KERNELS: dict[str, tuple[Any, ...]] = {
-    "contract": (_f, _n, _n, _n, _n, _f, _n, _n, _n, _n, _f, _n, _n, _n, _n, _n, _n),
-    "turn": (_f, _n, _i32, _n, *_WEIGHTS, _n, _f2, _i32, _f, _f2, _f, _i32, _f, _f, _f, _f2, _f2, _f2, _f2),
-    "fill_templates": (_f, _n, _f, _f2, _f, _f2),
-    "products": (_f2, _f2, _f2),
-    "finish_scores": (_f2, _f2, _f, _n, float32),
-    "take_off": (_f2, _f2),
-    "choose": (_f2, _i32, _i32, _f2, _f2, float32, _n, _f3, _i2, _f2),
-    "band_power": (_f, _n, _i32, _i32, *_WEIGHTS, _i32, _i32, _f2, _i32, _f, _f2, _i32, _d),
-    "refine": (
+KERNELS: dict[Any, tuple[Any, ...]] = {
+    contraction.contract: (_f, _n, _n, _n, _n, _f, _n, _n, _n, _n, _f, _n, _n, _n, _n, _n, _n),
+    turning.turn: (_f, _n, _i32, _n, *_WEIGHTS, _n, _f2, _i32, _f, _f2, _f, _i32, _f, _f, _f, _f2, _f2, _f2, _f2),
+    turning.fill_templates: (_f, _n, _f, _f2, _f, _f2),
+    contraction.products: (_f2, _f2, _f2),
+    scoring.finish_scores: (_f2, _f2, _f, _n, float32),
+    scoring.take_off: (_f2, _f2),
+    choosing.choose: (_f2, _i32, _i32, _f2, _f2, float32, _n, _f3, _i2, _f2),
+    scoring.band_power: (_f, _n, _i32, _i32, *_WEIGHTS, _i32, _i32, _f2, _i32, _f, _f2, _i32, _d),
+    refining.refine: (
         *(_f, _n, _n, _f, _n, _i32, _i32, int16[::1], *_WEIGHTS, _i32, _i32, _f2, _i32, _f, _f2, _f, _i32, _f),
         *(_d2, _d2, _d2, float64, _n, float64, float64, float64, _d2, _i32),
     ),
-    "residual_power": (
+    residuals.residual_power: (
         *(_f, _n, _n, float32, _f, _n, _i32, _i32, int16[::1], *_WEIGHTS, _i32, _i32, _i32, _f, _f, _i32, _f, _f),
         *(_f2, _f2, _f3, _f3, _f3),
     ),
-    "column_scales": (_f2, _f, _n, float32, _f),
-    "narrow_columns": (_f2, _f, _f, _i32, _f2, _n, _n, _n, _n, _h),
-    "narrow_templates": (_f, _n, _i32, _f, _f2, _n, _n, _n, float32, _n, _h),
-    "best_of_tile": (_f, _n, _n, _n, _n, _n, _i32, _f, float32, _n, _f2, _f2, _f2, _i2),
-    "score_chosen": (_f, _f2, _f2, _i32, _f2, _i32, _n, _i2, _n, _f2, _f2, _f, _n, float32, _f2, _n, _i2, _f2),
-    "pack_rotated": (_f, _n, _i32, _f, _n, float32, _h),
-    "pack_columns": (_f, _n, _i32, _f, _f, _f, _f, _h),
-    "clear_sums": (int64[:, ::1],),
-    "float_sums": (int64[:, ::1], _f, _f),
-    "clear_best": (uint64[:, ::1],),
-    "unpack_best": (uint64[:, ::1], _f2, _i2),
-    "insert": (int64[:, ::1], _n, _n, _f, _n, _i32, _i32, int16[::1], *_WEIGHTS, _i32, _i32, _f2, _i32, _f, _f2, _f, _i32, _f2, _f2, _f),
+    packing.column_scales: (_f2, _f, _n, float32, _f),
+    packing.narrow_columns: (_f2, _f, _f, _i32, _f2, _n, _n, _n, _n, _h),
+    packing.narrow_templates: (_f, _n, _i32, _f, _f2, _n, _n, _n, _f, _n, _h),
+    packing.column_factors: (_f2, _f, float32, float32, _f),
+    packing.template_factors: (_f2, _f, float32, float32, _f),
+    scoring.best_of_tile: (_f, _n, _n, _n, _n, _n, _i32, _f, _f, _n, _f2, _f2, _f2, _i2),
+    choosing.score_chosen: (_f, _f2, _f2, _i32, _f2, _i32, _n, _i2, _n, _f2, _f2, _f, _n, float32, _f2, _n, _i2, _i2, _n, _f2, _f2),
+    packing.pack_rotated: (_f, _n, _i32, _f, _n, float32, _h),
+    packing.pack_columns: (_f, _n, _i32, _f, _f, _f, _f, _h),
+    insertion.clear_sums: (int64[:, ::1],),
+    insertion.float_sums: (int64[:, ::1], _f, _f),
+    scoring.clear_best: (uint64[:, ::1],),
+    scoring.unpack_best: (uint64[:, ::1], _f2, _i2),
+    insertion.insert: (int64[:, ::1], _n, _n, _f, _n, _i32, _i32, int16[::1], *_WEIGHTS, _i32, _i32, _f2, _i32, _f, _f2, _f, _i32, _f2, _f2, _f),
 }
-"""Of `kernels`."""
+"""Of every kernel on spectra, columns, templates, scores and sums."""
 
-PREPARE: dict[str, tuple[Any, ...]] = {
-    "particle_facts": (_f2, _f, _n, _n, _n, float32, _f2, _i32),
-    "place_volumes": (_f2, _f2, _i32, _f),
-    "volume_levels": (_f, _i32, _f, _n, _f),
-    "mask_volumes": (_f, _i32, _f, _f, _f2),
-    "gather_volumes": (_f, _i32, _f2),
+PREPARE: dict[Any, tuple[Any, ...]] = {
+    prepare.particle_facts: (_f2, _f, _n, _n, _n, float32, _f2, _i32),
+    prepare.place_volumes: (_f2, _f2, _i32, _f),
+    prepare.volume_levels: (_f, _i32, _f, _n, _f),
+    prepare.mask_volumes: (_f, _i32, _f, _f, _f2),
+    prepare.gather_volumes: (_f, _i32, _f2),
 }
 """Of `prepare`."""
 
@@ -62,7 +64,10 @@ SEARCH: tuple[Any, ...] = (_f, _f, _i64, _i64, _i64, _f, _n, _n, _n, _n, _i2, _n
 TENSOR: tuple[Any, ...] = (_i32, _i32, _n, _i32, _i32, _n, _n, _n, _f, _i32, _f, _f, float32, _n, _f2, _f2, uint64[:, ::1])
 """Of `tensor.search_kernel`."""
 
-_LONGEST = ("refine", "residual_power", "turn", "particle_facts", "contract", "insert", "choose", "fill_templates", "products")
+_LONGEST = (
+    *(refining.refine, residuals.residual_power, turning.turn, prepare.particle_facts, contraction.contract, insertion.insert),
+    *(choosing.choose, turning.fill_templates, contraction.products),
+)
 _STEPS = (3, 2, 1)
 _WIDE_STEPS = (4, 5)
 
@@ -87,7 +92,7 @@ class Job:
 
 def longest() -> Job:
     """The kernel that takes longest: the first of `jobs`, without the imports of the others."""
-    return Job(_LONGEST[0], getattr(kernels, _LONGEST[0]), KERNELS[_LONGEST[0]])
+    return Job(_LONGEST[0].__name__, _LONGEST[0], KERNELS[_LONGEST[0]])
 
 
 def jobs(precision: str) -> tuple[list[Job], list[Job]]:
@@ -98,14 +103,14 @@ def jobs(precision: str) -> tuple[list[Job], list[Job]]:
     Parameters
     ----------
     precision : str
-        Of searches: "half", "fp8" or "single".
+        Of searches: "auto" (as "int8"), "int8", "half" or "single".
     """
-    types_of = KERNELS
-    if precision == "fp8":
-        types_of = KERNELS | {name: (*KERNELS[name][:-1], uint8[::1]) for name in ("narrow_columns", "narrow_templates")}
-    fixed = [Job(name, getattr(kernels, name), types) for name, types in types_of.items()]
-    fixed += [Job(name, getattr(prepare, name), types) for name, types in PREPARE.items()]
-    fixed.sort(key=lambda job: _LONGEST.index(job.name) if job.name in _LONGEST else len(_LONGEST))
+    types_of = KERNELS | PREPARE
+    if precision in ("auto", "int8"):
+        types_of |= {kernel: (*KERNELS[kernel][:-1], int8[::1]) for kernel in (packing.narrow_columns, packing.narrow_templates)}
+        types_of |= {scoring.best_of_tile: (int32[::1], *KERNELS[scoring.best_of_tile][1:])}
+    fixed = [Job(kernel.__name__, kernel, types) for kernel, types in types_of.items()]
+    fixed.sort(key=lambda job: _LONGEST.index(job.kernel) if job.kernel in _LONGEST else len(_LONGEST))
     searches = _search_jobs if precision == "single" else _tensor_jobs
     near = searches(_STEPS)
     held = {job.name for job in near}

@@ -12,7 +12,7 @@ from ...fourier import padded_offset
 from ...noise import NoiseModels, relative_inverse_sigma2
 from ...shifts import angst_to_voxels
 from ..protocols import ParticleBatch, SumSetup, WeightedSum
-from . import kernels
+from . import insertion
 
 if TYPE_CHECKING:
     from .backend import CUDABackend
@@ -41,7 +41,7 @@ class CUDASumSession:
         rows, columns = 2 * self._offset + 1, self._offset + 2
         self._shape = (rows, rows, columns)
         self._sums = cuda.device_array((3, rows * rows * columns), np.int64)
-        kernels.clear_sums[-(-rows * rows * columns // 256), 256](self._sums)
+        insertion.clear_sums[-(-rows * rows * columns // 256), 256](self._sums)
         self._tables, self._gains = tables_on_device(setup.models), gains_on_device(setup.models)
         self._relative = cuda.to_device(relative_inverse_sigma2(setup.models))
         self._count = 0
@@ -81,7 +81,7 @@ class CUDASumSession:
         device_weights = weights.device()
         signed, table_scale, _ = weights.facts()
         stream, count = store.stream, len(resident)
-        kernels.insert[(-(-self._samples.size // 128), count), 128, stream](
+        insertion.insert[(-(-self._samples.size // 128), count), 128, stream](
             self._sums,
             self._offset,
             self._n,
@@ -110,7 +110,7 @@ class CUDASumSession:
         """The sums so far."""
         voxels = self._sums.shape[1]
         numerator, denominator = cuda.device_array(2 * voxels, np.float32), cuda.device_array(voxels, np.float32)
-        kernels.float_sums[-(-voxels // 256), 256](self._sums, numerator, denominator)
+        insertion.float_sums[-(-voxels // 256), 256](self._sums, numerator, denominator)
         return WeightedSum(
             numerator.copy_to_host().view(np.complex64).reshape(self._shape), denominator.copy_to_host().reshape(self._shape), self._count
         )

@@ -27,7 +27,7 @@ from numba.core import config
 from numpy.typing import NDArray
 
 from .. import lines
-from . import kernels
+from . import launching, packing, scoring
 from .scratch import Scratch
 from .written import Text, allow_shared, written_function
 
@@ -261,7 +261,7 @@ def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape) -> str:
     scales, factor, weighted, multiplier, bias, best)``: `rotated` and `columns` are fragments as int32, those of the z steps of the grid's
     third axis `column_size` words apart; `stages` and `unit_rows` as the functions of these names make them, flat int32; `first_row` (z)
     int32 and `largest2` (z) float32 are each z step's row of the shift cube and squared radius of its disc; `best` (w, a) uint64 as
-    `kernels.unpack_best` reads it; the rest as in `TensorSearch.run`.
+    `scoring.unpack_best` reads it; the rest as in `TensorSearch.run`.
 
     A block's warps share what they multiply: its tiles of rotations and particles, and the rows of the units, come through shared memory
     stage by stage. The copies of the next stage are on their way while one is used. Code is kept short: it has to fit the instruction cache.
@@ -273,7 +273,7 @@ def kernel_source(group: tuple[tuple[int, int], ...], shape: BlockShape) -> str:
     for line in (
         "from numba import cuda, float32, int32, int64, uint64",
         "",
-        "from numba_glocal.backends.cuda.kernels import ordered_score",
+        "from numba_glocal.backends.cuda.scoring import ordered_score",
         "from numba_glocal.backends.cuda.vector import add_scaled4, copy_async, jit_for_blocks, load4, load_words4, multiply_tile, wait_for_copies",
         "",
         "",
@@ -421,17 +421,23 @@ def search_kernel(group: tuple[tuple[int, int], ...], shape: BlockShape) -> Any:
     return written_function(kernel_source(group, shape), f"tensor_{len(group)}", "search")
 
 
+@lru_cache(maxsize=64)
+def _plane_clocks(steps: int, largest2: float) -> tuple[tuple[float, int], ...]:
+    """Clocks of a chunk for each distance along z of a ball's trial shifts, and how many planes lie at it."""
+    return tuple(
+        (sum(_CLOCKS_PER_CHUNK + _CLOCKS_PER_SUM * sum(map(n_shifts, group)) for group in disc_groups(largest2 - z * z)), 2 if z else 1)
+        for z in range(steps + 1)
+        if z * z <= largest2
+    )
+
+
 def tensor_us(band: lines.LineBand, cube: lines.ShiftCube, largest2: float, n_rotations: int, items: int) -> float:
     """What the search of a level should take, by clocks measured on one H200 (benchmarks/cuda_steps.py)."""
     chunks = int((-(-band.line_length // _PAIRS)).sum())
     rows = -(-n_rotations // (_ROTATIONS * SHAPE.rows))
     columns = -(-items // (_ITEMS * SHAPE.items))
-    total = 0.0
-    for z in range(cube.steps + 1):
-        if z * z <= largest2:
-            clocks = sum(_CLOCKS_PER_CHUNK + _CLOCKS_PER_SUM * sum(map(n_shifts, group)) for group in disc_groups(largest2 - z * z))
-            planes = 2 if z else 1
-            total += clocks * planes * max(rows * columns, _MULTIPROCESSORS / planes) * SHAPE.rows * SHAPE.items
+    total = sum(clocks * planes * max(rows * columns, _MULTIPROCESSORS / planes) for clocks, planes in _plane_clocks(cube.steps, largest2))
+    total *= SHAPE.rows * SHAPE.items
     return _LAUNCHES_US + total * chunks / (_MULTIPROCESSORS * _CLOCKS_PER_US)
 
 
@@ -522,14 +528,14 @@ class TensorSearch:
         n_rotations: int,
         inverse_sigma2: NDArray[np.float32],
     ) -> TensorSearch:
-        """Turns the templates of `kernels.fill_templates` into fragments and uploads what the kernels need of a level."""
+        """Turns the templates of `turning.fill_templates` into fragments and uploads what the kernels need of a level."""
         root = root_weights(band, inverse_sigma2)
         scale = unit_scale(powers, root)
         chunks = chunks_of(band)
         row_tiles = -(-n_rotations // _ROTATIONS)
         rotated = cuda.device_array(row_tiles * chunks.count * 2 * _WORDS, np.float16)
         pair, device_root = cuda.to_device(chunks.pair), cuda.to_device(root)
-        kernels.pack_rotated[kernels.rotation_grid(-(-len(chunks.pair) // 128), row_tiles * _ROTATIONS), 128](
+        packing.pack_rotated[launching.rotation_grid(-(-len(chunks.pair) // 128), row_tiles * _ROTATIONS), 128](
             templates, band.n_pairs, pair, device_root, n_rotations, np.float32(scale), rotated
         )
         angle = 2.0 * np.pi * cube.step_voxels / box_size
@@ -582,7 +588,7 @@ class TensorSearch:
         best : (items, n_rotations) float32, best_shift : (items, n_rotations) int32, set by this function
         """
         scales = scratch.array("column scales", items, np.float32)
-        kernels.column_scales[items, kernels.REDUCE_THREADS](columns, self.root, 4 * self.band.n_pairs, np.float32(1.0), scales)
+        packing.column_scales[items, launching.REDUCE_THREADS](columns, self.root, 4 * self.band.n_pairs, np.float32(1.0), scales)
         tile_bytes = self.planes * self.chunks.count * 4 * _WORDS
         part = max(1, scratch.part_bytes // tile_bytes) * _ITEMS
         for first in range(0, items, part):
@@ -595,11 +601,11 @@ class TensorSearch:
         row_tiles, item_tiles = -(-self.n_rotations // _ROTATIONS), -(-items // _ITEMS)
         plane_words = item_tiles * self.chunks.count * _WORDS
         packed = scratch.array("packed columns", self.planes * plane_words * 2, np.float16)
-        kernels.pack_columns[(-(-self.chunks.count // 4), item_tiles), 128](
+        packing.pack_columns[(-(-self.chunks.count // 4), item_tiles), 128](
             columns.reshape(columns.size), columns.shape[1], self.pair, self.depth, self.root, scales, self.angles, packed
         )
         found = scratch.array("scores found", (items, self.n_rotations), np.uint64)
-        kernels.clear_best[(-(-self.n_rotations // 128), items), 128](found)
+        scoring.clear_best[(-(-self.n_rotations // 128), items), 128](found)
         rotated, shifted = self.rotated.view(np.int32), packed.view(np.int32)
         stages = cuda.to_device(stages_of(self.chunks.units, shape.depth).ravel())
         for launch in self.launches:
@@ -627,4 +633,4 @@ class TensorSearch:
             allow_shared(kernel, arguments, shared)
             grid = -(-row_tiles // shape.rows), -(-item_tiles // shape.items), launch.planes
             kernel[grid, shape.threads, 0, shared](*arguments)
-        kernels.unpack_best[(-(-self.n_rotations // 128), items), 128](found, best, best_shift)
+        scoring.unpack_best[(-(-self.n_rotations // 128), items), 128](found, best, best_shift)

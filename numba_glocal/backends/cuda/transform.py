@@ -10,7 +10,7 @@ from numba import cuda
 from numpy.typing import NDArray
 
 from ...fourier import PAD, GridBand, padded_offset
-from . import kernels
+from . import contraction
 
 SPARE_BYTES = 1 << 16
 """Room after the last spectrum of an array: the four neighbours of a sample at the band's edge are read two by two."""
@@ -89,7 +89,7 @@ class Transform:
         threads = (16, 16)
 
         def launch(grid_rows: int, grid_columns: int, batch: int, *arguments: Any) -> None:
-            kernels.contract[(-(-grid_columns // kernels.WIDE_TILE), -(-grid_rows // kernels.WIDE_TILE), batch), threads, stream](
+            contraction.contract[(-(-grid_columns // contraction.WIDE_TILE), -(-grid_rows // contraction.WIDE_TILE), batch), threads, stream](
                 *arguments, grid_rows, grid_columns, n
             )
 

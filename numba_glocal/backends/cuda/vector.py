@@ -32,19 +32,9 @@ if config.ENABLE_CUDASIM:
         array[index], array[index + 1], array[index + 2], array[index + 3] = a, b, c, d
 
     def store_narrow4(array: Any, index: int, a: Any, b: Any, c: Any, d: Any) -> None:
-        """Four floats to ``index .. index + 3`` of a flat float16 array, or as FP8 (e4m3, what is too large becomes 448) of a uint8 array."""
+        """Four floats to ``index .. index + 3`` of a flat float16 array, or as the nearest whole numbers, which must fit, of an int8 one."""
         for place, value in enumerate((a, b, c, d)):
-            array[index + place] = value if array.dtype == np.float16 else _eight_bits(float(value))
-
-    def _eight_bits(value: float) -> int:
-        """FP8 e4m3: sign, four bits of exponent (bias 7), three of fraction."""
-        size = min(abs(value), 448.0)
-        exponent = max(-6, math.frexp(size)[1] - 1) if size else -6
-        steps = round(size * 2.0 ** (3 - exponent))  # ties to even, as the instruction
-        if steps == 16:
-            steps, exponent = 8, exponent + 1
-        bits = steps if steps < 8 else ((exponent + 7) << 3) | (steps - 8)
-        return bits | (0x80 if value < 0 else 0)
+            array[index + place] = value if array.dtype == np.float16 else int(np.rint(value))
 
     def load_words4(array: Any, index: int) -> tuple[Any, Any, Any, Any]:
         """Elements ``index .. index + 3`` of a flat int32 array; `index` must be a multiple of 4."""
@@ -68,13 +58,15 @@ if config.ENABLE_CUDASIM:
         """The float32 with these bits."""
         return np.int32(bits).view(np.float32)
 
-    def jit_for_blocks(threads: int, blocks: int) -> Any:
+    def jit_for_blocks(threads: int, blocks: int, fastmath: bool = True) -> Any:
         """Decorator of a kernel of which a multiprocessor should hold so many blocks at once: the compiler rations registers by it."""
-        return cuda.jit(fastmath=True)
+        return cuda.jit(fastmath=fastmath)
+
+    fast_cos, fast_sin = math.cos, math.sin
 
 else:
     from llvmlite import ir
-    from numba.cuda import types
+    from numba.cuda import libdevice, types
     from numba.cuda.extending import intrinsic
 
     def _make_load(lanes: int) -> Any:
@@ -122,7 +114,11 @@ else:
         single, word = ir.FloatType(), ir.IntType(32)
         asm = ir.InlineAsm(
             ir.FunctionType(word, [single] * 4),
-            "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }",
+            # v + 1.5 * 2^23 ends in the bits of the nearest whole number; the conversion instructions are four times slower
+            "{ .reg .f32 a, b, c, d; .reg .b32 i, j, k, l; "
+            "add.rn.f32 a, $1, 0f4B400000; add.rn.f32 b, $2, 0f4B400000; add.rn.f32 c, $3, 0f4B400000; add.rn.f32 d, $4, 0f4B400000; "
+            "mov.b32 i, a; mov.b32 j, b; mov.b32 k, c; mov.b32 l, d; "
+            "prmt.b32 i, i, j, 0x0040; prmt.b32 k, k, l, 0x0040; prmt.b32 $0, i, k, 0x5410; }",
             "=r,f,f,f,f",
             side_effect=False,
         )
@@ -132,8 +128,8 @@ else:
 
     @intrinsic
     def store_narrow4(typingctx, array, index, a, b, c, d):
-        """Four floats to ``index .. index + 3`` of a flat float16 array, or as FP8 (e4m3, what is too large becomes 448) of a uint8 array."""
-        eight = array.dtype == types.uint8
+        """Four floats to ``index .. index + 3`` of a flat float16 array, or as the nearest whole numbers, which must fit, of an int8 one."""
+        eight = array.dtype == types.int8
         return types.void(array, types.intp, *[types.float32] * 4), _store_eight4 if eight else _make_store_half(4)
 
     def _make_cast(source: Any, target: Any, kind: Any) -> Any:
@@ -233,9 +229,12 @@ else:
     wait_for_copies = _make_instruction("cp.async.wait_all;")
     """Waits for this thread's copies."""
 
-    def jit_for_blocks(threads: int, blocks: int) -> Any:
+    def jit_for_blocks(threads: int, blocks: int, fastmath: bool = True) -> Any:
         """Decorator of a kernel of which a multiprocessor should hold so many blocks at once: the compiler rations registers by it."""
-        return cuda.jit(fastmath=True, cache=True, launch_bounds=(threads, blocks))
+        return cuda.jit(fastmath=fastmath, cache=True, launch_bounds=(threads, blocks))
+
+    fast_cos, fast_sin = libdevice.fast_cosf, libdevice.fast_sinf
+    """Of angles within a turn, to 5e-7, in kernels that are not compiled with fast arithmetic throughout."""
 
 
 __all__ = [
@@ -243,6 +242,8 @@ __all__ = [
     "bits_float",
     "copy_async",
     "cuda",
+    "fast_cos",
+    "fast_sin",
     "float_bits",
     "jit_for_blocks",
     "load2",
