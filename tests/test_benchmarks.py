@@ -129,11 +129,15 @@ def test_throughput_loop_and_shares(tmp_path: Path) -> None:
     assert row["affine_transform_finds_it"] and row["affine_transform_us_per_particle_and_rotation"] > 0
     rotations = throughput.local_list(343)
     assert len({tuple(np.round(rotation, 6).ravel()) for rotation in rotations}) == 343
-    measured = {"rotations": 10, "shifts": 7, "k_max": 5, "per_particle_us": {"turn": 2.0}, "search_us": {"line": 9.0, "product": 3.0}}
+    measured = {"rotations": 10, "shifts": 7, "k_max": 5, "per_particle_us": {"turn": 2.0}, "search_us": {"line": 9.0, "product": 3.0, "int8": 2.0}}
     pairs = throughput.lines.line_band(5.0).n_pairs
-    found = throughput.shares(measured | {"search_fp32_tinstructions_s": 6.0}, {"copy_tb_s": 2.0, "fp32_tflop_s": 60.0, "gemm_tflop_s": 500.0})
+    found = throughput.shares(
+        measured | {"search_fp32_tinstructions_s": 6.0},
+        {"copy_tb_s": 2.0, "fp32_tflop_s": 60.0, "gemm_half_tflop_s": 500.0, "gemm_int8_top_s": 1000.0},
+    )
     assert found["share_of_fp32"] == pytest.approx(0.2)
-    assert found["share_of_gemm"] == pytest.approx(10 * 7 * 2 * 4 * pairs / 3e-6 / 500e12)
+    assert found["share_of_gemm_half"] == pytest.approx(10 * 7 * 2 * 4 * pairs / 3e-6 / 500e12)
+    assert found["share_of_gemm_int8"] == pytest.approx(10 * 7 * 2 * 4 * pairs / 2e-6 / 1000e12)
     assert found["share_of_copy"] == pytest.approx((2 * 27 * 27 * 14 * 4 * np.pi / 6 + 24 * pairs) / 2e-6 / 2e12)
 
 
