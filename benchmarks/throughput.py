@@ -93,7 +93,7 @@ def shares(row: Measured, ceilings: Measured) -> Measured:
 
 
 def gemm_rates() -> Measured:
-    """Products of 8192^3 numbers that are not zeros by cuBLAS: half precision with single-precision sums, whole numbers where the GPU has them."""
+    """Products of 8192^3 numbers that are not zeros by cuBLAS: half precision with single-precision sums, and whole numbers."""
     from cuda_steps import milliseconds
     from numba import cuda
 

@@ -260,7 +260,7 @@ def test_a_worker_starts_helpers_first_and_waits_before_its_warm_up(monkeypatch)
     assert steps == [("helpers", "single", 5), (None, "cuda", 1, 2, 3, "single"), "wait", "warm-up", "done"]
     monkeypatch.setattr(gpu_worker, "usable_cores", lambda: 1)
     gpu_worker.start_gpu_worker(None, "cuda", 1)
-    assert ("helpers", "half", 0) in steps, "one core: nothing is gained"
+    assert ("helpers", "auto", 0) in steps, "one core: nothing is gained"
     monkeypatch.setattr(tasks, "warm_up_cuda", lambda: 1 / 0)
     del steps[:]
     with pytest.raises(ZeroDivisionError):

@@ -103,4 +103,4 @@ def test_numbers_are_stored_as_the_array_asks(kernel):
     half = ptx_of(kernel, KERNELS[kernel])
     eight = ptx_of(kernel, (*KERNELS[kernel][:-1], int8[::1]))
     assert "prmt" in eight and "prmt" not in half
-    assert "f16" in half and "f16" not in instructions(eight).replace("b16", "")
+    assert ".f16" in half and ".f16" not in instructions(eight)

@@ -11,6 +11,7 @@ from .vector import load4, store_half2, store_half4, store_narrow4
 
 TOGETHER = 4
 """Rows that a thread of `narrow_columns` and `narrow_templates` writes for each trial shift."""
+_VALUES = 4 * TOGETHER
 
 _jit = cuda.jit(fastmath=True, cache=True)
 _device = cuda.jit(device=True, fastmath=True, inline=True, cache=True)
@@ -145,7 +146,7 @@ def narrow_columns(columns, root, factors, lattice, turns, first, n_shifts, wide
     i, w0 = cuda.grid(1), TOGETHER * cuda.blockIdx.y
     if 4 * i >= depth:
         return
-    v = cuda.local.array(4 * TOGETHER, float32)
+    v = cuda.local.array(_VALUES, float32)
     x, y, z, s0, s1 = float32(0.0), float32(0.0), float32(0.0), float32(0.0), float32(0.0)
     inside = i < root.shape[0] // 2
     if inside:
@@ -183,7 +184,7 @@ def narrow_templates(templates, n_pairs, lattice, root, turns, first, n_shifts, 
     i, a0 = cuda.grid(1), TOGETHER * block_rotation()
     if 4 * i >= depth or a0 >= n_rotations:
         return
-    v = cuda.local.array(4 * TOGETHER, float32)
+    v = cuda.local.array(_VALUES, float32)
     x, y, z, s0, s1 = float32(0.0), float32(0.0), float32(0.0), float32(0.0), float32(0.0)
     inside = i < n_pairs
     if inside:

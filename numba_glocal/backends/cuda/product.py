@@ -20,8 +20,8 @@ from .scratch import Scratch
 from .tensor import Weighting, root_weights
 
 _WRITE_BYTES_PER_US = {2: 2.4e6, 1: 2.0e6}
-_FLOPS_PER_US = {2: 7.0e8, 1: 1.2e9}
-_LAUNCHES_US = 150.0
+_FLOPS_PER_US = {2: 7.2e8, 1: 1.4e9}
+_LAUNCHES_US = 100.0
 _TILE_BYTES = 2 << 30
 """Of a tile of trial shifts, whatever the device has: cuBLAS may add up in another order where a product has another size."""
 _PEAK = {2: 64.0, 1: 127.0}
