@@ -65,6 +65,14 @@ def den_products(powers: Any, den_weight: Any, den: Any, half: bool) -> None:
         contraction.products[(-(-rotations // contraction.WIDE_TILE), -(-items // contraction.WIDE_TILE)), (16, 16)](den_weight, powers, den)
 
 
+_HINTS = {
+    "driver library cannot be found": "there is no NVIDIA driver on this machine",
+    "CUDA_ERROR_NO_DEVICE": "CUDA finds none of this name",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": "another process has it, and its compute mode lets in one only; expected --procs-per-gpu 1, or MPS",
+}
+"""What CUDA's words mean for people."""
+
+
 def device_name() -> str:
     """Name, UUID and compute capability of this process's GPU.
 
@@ -82,7 +90,9 @@ def device_name() -> str:
         cuda.current_context().get_memory_info()
         return f"{name} ({device.uuid}, compute capability {major}.{minor})"
     except Exception as problem:
-        raise DeviceError(f"the GPU cannot be used: {' '.join(str(problem).split())[:200]}") from None
+        text = " ".join(str(problem).split())[:200].rstrip(" :.")
+        hint = next((hint for words, hint in _HINTS.items() if words in text), None)
+        raise DeviceError(f"the GPU cannot be used: {text}" if hint is None else f"the GPU cannot be used: {hint} ({text})") from None
 
 
 class CUDABackend:
