@@ -52,7 +52,7 @@ def milliseconds(call: Any, repeats: int = 5) -> float:
     times = []
     for _ in range(repeats):
         start, stop = cuda.event(), cuda.event()
-        _multiply_add[1, 32](busy, 40000)
+        _multiply_add[1, 32](busy, 10000)
         start.record()
         call()
         stop.record()
@@ -274,10 +274,10 @@ def case(
     turn()
     search()
     line_best, line_shift = best.copy_to_host(), best_shift.copy_to_host()
-    ways = {"line": milliseconds(search, 3)}
+    ways = {"line": milliseconds(search, 1)}
     agreement = {}
     for way in halves:
-        ways[way] = milliseconds(lambda way=way: narrow(way), 3)
+        ways[way] = milliseconds(lambda way=way: narrow(way), 2)
         other, other_shift = best.copy_to_host(), best_shift.copy_to_host()
         spread = float(np.abs(line_best).max())
         agreement[way] = {
@@ -297,7 +297,7 @@ def case(
     device, wall, decided = {}, {}, {}
     reference_best = line_best - den.copy_to_host() / 2.0
     for precision, way in ways_of.items():
-        device[precision] = 1e3 * (milliseconds(lambda way=way: whole(way)) / part + built / items)
+        device[precision] = 1e3 * (milliseconds(lambda way=way: whole(way), 3) / part + built / items)
         cuda.synchronize()
         begun = time.perf_counter()
         for _ in range(3):
