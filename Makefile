@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
-BENCHMARKS := $(filter-out benchmarks/common.py benchmarks/gpu_load.py benchmarks/table.py,$(wildcard benchmarks/[a-z]*.py))
+BENCHMARKS := $(filter-out benchmarks/common.py benchmarks/gpu_load.py benchmarks/gpu_tables.py benchmarks/table.py,$(wildcard benchmarks/[a-z]*.py))
 
 .PHONY: demo test check bench clean
 .DEFAULT_GOAL := demo
@@ -26,7 +26,7 @@ check: $(VENV)/.installed-check
 
 bench: $(VENV)/.installed-test
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script; done
-	$(BIN)/python benchmarks/table.py docs/benchmarks.md
+	$(BIN)/python benchmarks/table.py
 
 clean:
 	rm -rf $(VENV) demo_run build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -136,7 +136,7 @@ def offline(folder: Path, capability: tuple[int, int], helpers: int, precision: 
     return [*rows, summary]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Runs and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--helpers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--precision", choices=("int8", "half", "single"), default="int8")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     about = environment()
     with tempfile.TemporaryDirectory(prefix="cold-start-", ignore_cleanup_errors=True) as name:
         folder = Path(name)

@@ -251,11 +251,16 @@ def environment() -> dict[str, Any]:
         "versions": versions,
         "commit": git_commit(),
         "date": time.strftime("%Y-%m-%d %H:%M"),
-        "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+        # names of folders, not where they lie here
+        "command": " ".join(
+            ["python", os.path.relpath(sys.argv[0], ROOT), *(Path(word).name if word.startswith("/") else word for word in sys.argv[1:])]
+        ),
     }
 
 
-def write_results(name: str, rows: Sequence[dict[str, Any]], about: dict[str, Any], notes: str, folder: Path = RESULTS) -> Path:
+def write_results(
+    name: str, rows: Sequence[dict[str, Any]], about: dict[str, Any], notes: str, folder: Path = RESULTS, more: dict[str, Any] | None = None
+) -> Path:
     """Stores ``{"environment", "notes", "rows"}`` as ``<name>.json``, whole or not at all.
 
     Parameters
@@ -268,11 +273,14 @@ def write_results(name: str, rows: Sequence[dict[str, Any]], about: dict[str, An
     notes : str
         How it was measured, in a sentence or two.
     folder : Path
+    more : dict, optional
+        What stands beside the rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     temporary = path.with_suffix(".part")
-    text = json.dumps({"name": name, "environment": about, "notes": notes, "rows": [_rounded(row) for row in rows]}, indent=1)
+    content = {"name": name, "environment": about, "notes": notes, "rows": [_rounded(row) for row in rows], **_rounded(more or {})}
+    text = json.dumps(content, indent=1)
     temporary.write_text(text + "\n")
     temporary.replace(path)
     return path
@@ -284,6 +292,25 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_rounded(entry) for entry in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def markdown(head: list[str], rows: list[list[str]], texts: int = 1) -> str:
+    """A table; the first `texts` columns to the left, numbers to the right."""
+    align = [*["---"] * texts, *["---:"] * (len(head) - texts)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, align, *rows))
+
+
+def duration(seconds: float) -> str:
+    """Seconds with three digits and a unit that suits them."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1.0 or unit == "us":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError
+
+
+def times(ratio: float) -> str:
+    """A ratio, two digits."""
+    return f"{ratio:.2g} x" if ratio < 10 else f"{ratio:.0f} x"
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
-"""Writes the tables of the README from the results: what stands between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->` is replaced.
+"""Writes tables from the results: what stands between `<!-- benchmark:NAME -->` and `<!-- /benchmark -->` in a text is replaced.
 
-python benchmarks/table.py [README.md]
+python benchmarks/table.py [FILE.md ...] (by default all that have such tables)
 """
 
 from __future__ import annotations
@@ -12,28 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import MADE_SETS, RESULTS, ROOT
+import gpu_tables
+from common import MADE_SETS, RESULTS, ROOT, duration, markdown, times
 
 Measured = dict[str, Any]
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    """A table; the first column to the left, numbers to the right."""
-    align = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, align, *rows))
-
-
-def duration(seconds: float) -> str:
-    """Seconds with three digits and a unit that suits them."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1.0 or unit == "us":
-            return f"{seconds * factor:.3g} {unit}"
-    raise AssertionError
-
-
-def times(ratio: float) -> str:
-    """A ratio, two digits."""
-    return f"{ratio:.2g} x" if ratio < 10 else f"{ratio:.0f} x"
+TEXTS = ("README.md", "docs/benchmarks.md", "docs/gpu.md")
+OVERVIEW = ("kernels", "cuda_steps", "end_to_end", "no_poses")
+"""Files that the README's table is made of."""
 
 
 def _select(results: Measured, **wanted: Any) -> list[Measured]:
@@ -197,26 +182,48 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     "classes": classes_table,
     "real_particles": real_particles_table,
     "star_rows": star_rows_table,
+    "cuda_steps": gpu_tables.cuda_steps_table,
+    "end_to_end": gpu_tables.end_to_end_table,
+    "no_poses": gpu_tables.no_poses_table,
+    "cold_start": gpu_tables.cold_start_table,
+    "throughput": gpu_tables.throughput_table,
+    "procs_per_gpu": gpu_tables.procs_per_gpu_table,
+    "scaling": gpu_tables.scaling_table,
+    "gpu_against_cpu": gpu_tables.gpu_against_cpu_table,
 }
 
 
 def table(name: str, folder: Path = RESULTS) -> str | None:
-    """The table of one benchmark with where, when and how it was measured; None without results."""
+    """The table of one benchmark with where, when and how it was measured; None without results. Of `overview` the table alone."""
+    if name == "overview":
+        named = {one: found[0] for one in OVERVIEW if (found := read_results(one, folder))}
+        return gpu_tables.overview_table(named) if named else None
     found = read_results(name, folder) if name in TABLES else []
     if not found:
         return None
-    whole = {"rows": [row for results in found for row in results["rows"]]}
+    whole = {**found[0], "rows": [row for results in found for row in results["rows"]]}
     where = []
     for results in found:
-        about = results["environment"]
-        head = f"{about['processor']} ({about['vectors']}), {about['cores_used']} cores"
-        load, commit, command = (about[name] for name in ("load_average_at_start", "commit", "command"))
-        line = f"load {'not recorded' if load is None else format(load, 'g')} at the start; commit {commit or 'not recorded'}, {about['date']}"
-        line += f"; `{command}`" if command else ""
         more = results["notes"].removeprefix(found[0]["notes"])  # what is to be known of this file alone
+        line = measured_at(results["environment"])
         line += "" if results is found[0] or more == results["notes"] else f".{more}"
-        where.append(f"{head}, {line}" if not where else line)
+        where.append(f"{machine(results['environment'])}, {line}" if not where else line)
     return "\n\n".join(part for part in (TABLES[name](whole), found[0]["notes"], "\\\n".join(where)) if part)
+
+
+def machine(about: Measured) -> str:
+    """What it ran on, as far as it was recorded."""
+    parts = [" and ".join(f"{about['gpus'].count(gpu)} {gpu}" for gpu in dict.fromkeys(about["gpus"]))] if about.get("gpus") else []
+    if "processor" in about:
+        parts += [f"{about['processor']} ({about['vectors']})", f"{about['cores_used']} cores"]
+    return ", ".join(parts)
+
+
+def measured_at(about: Measured) -> str:
+    """Under what load, of which commit, when and by which command."""
+    load, commit, command = (about.get(name) for name in ("load_average_at_start", "commit", "command"))
+    line = f"load {'not recorded' if load is None else format(load, 'g')} at the start; commit {commit or 'not recorded'}, {about['date']}"
+    return line + (f"; `{command}`" if command else "")
 
 
 def fill(text: str, folder: Path = RESULTS) -> str:
@@ -230,16 +237,16 @@ def fill(text: str, folder: Path = RESULTS) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Rewrites the file in place where something changed."""
-    path = Path(arguments[0]) if arguments else ROOT / "README.md"
-    if not path.is_file():
-        print(f"{path}: not found")
-        return
-    old = path.read_text()
-    new = fill(old)
-    if new != old:
-        path.write_text(new)
-    print(f"{path}: {'tables renewed' if new != old else 'nothing changed'}")
+    """Rewrites files in place where something changed."""
+    for path in [Path(name) for name in arguments] or [ROOT / name for name in TEXTS]:
+        if not path.is_file():
+            print(f"{path}: not found")
+            continue
+        old = path.read_text()
+        new = fill(old)
+        if new != old:
+            path.write_text(new)
+        print(f"{path}: {'tables renewed' if new != old else 'nothing changed'}")
 
 
 if __name__ == "__main__":

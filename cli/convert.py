@@ -9,7 +9,7 @@ from typing import Any
 import click
 import numpy as np
 
-from numba_glocal.errors import SettingsError, plural
+from numba_glocal.errors import SettingsError, WeightsLeftOutWarning, plural
 from numba_glocal.io import HELD, ListFormat, format_to_write, left_behind, list_formats, read_particles, with_tomograms, write_particles
 from numba_glocal.io.optimisation_set import read_optimisation_set, tomograms_of, write_optimisation_set
 from numba_glocal.io.relion import RelionSource
@@ -20,6 +20,8 @@ from numba_glocal.values import ParticleSet
 from .console import say, shown_warnings, warn
 from .options import PATH, numbered_options, pixel_size_option, verbosity_options
 from .outputs import check_output_file, overwrite_option
+
+_WEIGHTS = {HELD[part] for part in ("weights", "tilt_ranges", "tilt_series")}
 
 
 def _formats() -> list[str]:
@@ -72,7 +74,12 @@ def _set_to_write(
     show_default=True,
     help="Where volumes are turned (RELION 4 and 5) and FORMAT cannot say so: poses as in the tomogram, or as in the volumes that the list names.",
 )
-@click.option("--tomograms", type=PATH, metavar="FILE", help="Sizes of tomograms, for coordinates about their centres. [default: that of the set]")
+@click.option(
+    "--tomograms",
+    type=PATH,
+    metavar="FILE",
+    help="Sizes of tomograms, for coordinates about their centres, in place of the set's own file. [default: that of the set]",
+)
 @click.option(
     "--optimisation-set",
     type=PATH,
@@ -89,11 +96,13 @@ def convert_command(
     """Write the particle list IN as OUT, in the same or another format. Volumes are not touched and need not be there."""
     check_output_file(target, overwrite, (source, tomograms, Path(options["wedge_list"]) if options["wedge_list"] else None))
     with shown_warnings():
+        like = read_optimisation_set(source) if source.is_file() else None
+        if like is not None and tomograms is not None:
+            options["tomograms"] = tomograms  # the set's own may be elsewhere
         particles = read_particles(source, require_volumes=False, **options)
         if tomograms is not None:
             particles = with_tomograms(particles, tomograms, source)
         chosen = format_to_write(target, particles, to)
-        like = read_optimisation_set(source) if source.is_file() else None
         with_set = _set_to_write(optimisation_set, target, chosen, particles, like, tomograms)
         if with_set is not None:
             check_output_file(with_set, overwrite, (source, target, tomograms))
@@ -112,7 +121,8 @@ def convert_command(
             warnings.simplefilter("always", UserWarning)
             write_particles(target, particles, to=chosen.key or None)
     # what the writer says of the same loss is part of one warning
-    remarks = [str(w.message).removeprefix(f"{target}: ") for w in caught]
+    told = not _WEIGHTS.isdisjoint(lost)
+    remarks = [str(w.message).removeprefix(f"{target}: ") for w in caught if not (told and issubclass(w.category, WeightsLeftOutWarning))]
     if lost or remarks:
         warn(f"{target}: " + "; ".join([f"a {chosen.name} cannot hold {', '.join(lost)}"] * bool(lost) + remarks))
     say(f"{target}: {plural(len(particles), 'particle')}, {chosen.name}")

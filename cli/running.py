@@ -217,6 +217,7 @@ def plan_facts(job: Job, plan: WorkerPlan) -> list[tuple[str, str]]:
         ("mask", job.mask_name),
         ("symmetry", _symmetry_text(settings.symmetry)),
         ("noise", str(job.noise_groups)),
+        *([("volumes", job.volumes_stand)] if job.volumes_stand else []),
         ("data", "premultiplied, weights hold CTF^2 (RELION 4 convention)" if particles.premultiplied else "weights multiply the reference"),
     ]
     facts.append(("wedge", _wedge_text(job)))
@@ -377,6 +378,8 @@ def run_job(job: Job, plan: WorkerPlan, folder: RunFolder, command: str, work: C
             *(plural(plan.workers, "worker"), ", ".join(f"GPU {gpu}" for gpu in plan.gpu_ids) or "the CPU"),
         )
         logging.getLogger(f"{_LOG}.plan").info("noise: %s", job.noise_groups)
+        if job.volumes_stand:
+            logging.getLogger(f"{_LOG}.plan").info("volumes %s", job.volumes_stand)
         for line in job.warnings:  # shown already
             logging.getLogger(f"{_LOG}.plan").warning(line)
         with make_executor(
@@ -447,6 +450,7 @@ def _write_summary(job: Job, folder: RunFolder, command: str, result: RunResult,
             "symmetry_agreement": result.symmetry_agreement,
             "noise": result.noise,
             "noise_groups": job.noise_groups.names,
+            "hand": folder.hand(),
             "settings": {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)},
         },
     )

@@ -26,6 +26,7 @@ from .execution.pinning import (
 
 LIBRARIES = ("numpy", "scipy", "numba", "llvmlite", "pyfftw", "numba-cuda", "nvidia-ml-py")
 NVML_MODULE = "pynvml"
+_NO_DRIVER = "there is no NVIDIA driver on this machine"
 _MOST_AUTO_WORKERS = 2
 _CORES_PER_GPU_WORKER = 2
 _BYTES_PER_GPU_WORKER = 4 << 30
@@ -186,14 +187,14 @@ def survey_gpus(module_name: str = NVML_MODULE, proc: Path = Path("/proc")) -> G
         nvml = importlib.import_module(module_name)
     except ImportError:
         if not has_driver:
-            return GpuSurvey((), "", "no NVIDIA driver on this machine", True)
+            return GpuSurvey((), "", _NO_DRIVER, True)
         return GpuSurvey((), "", "an NVIDIA driver is loaded, but nvidia-ml-py is not installed (pip install 'numba-glocal[cuda12]')", False)
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         if has_driver:
             return GpuSurvey((), "", f"the NVIDIA driver does not answer: {error}", False)
-        return GpuSurvey((), "", "no NVIDIA driver on this machine", True)
+        return GpuSurvey((), "", _NO_DRIVER, True)
     try:
         driver = _text(nvml.nvmlSystemGetDriverVersion())
         gpus = tuple(_survey_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
@@ -243,15 +244,18 @@ def resolve_gpus(
         if visible is None:
             found = [str(gpu.index) for gpu in survey.gpus]
         if not found and spec is not None:
-            reason = survey.problem or "CUDA_VISIBLE_DEVICES hides them"
-            raise DeviceError(f"--gpus: all was asked for, but there is none: {reason}")
+            hidden = f"there is none: CUDA_VISIBLE_DEVICES={_text_of_visible(environ)!r} hides them"
+            raise DeviceError(f"--gpus: all was asked for, but {survey.problem or hidden}")
         return found
     assert isinstance(wanted, list)
     if survey.known:
         for device in wanted:
             if not _exists(device, survey.gpus):
                 reason = survey.problem or f"this machine has {len(survey.gpus)} (indices from 0)"
-                raise DeviceError(f"--gpus: GPU {device} was asked for, but {reason}")
+                if device.startswith("MIG-") and not survey.problem:
+                    reason = f"no GPU of this machine is split into instances (MIG mode is off on all {len(survey.gpus)})"
+                origin = " (of CUDA_VISIBLE_DEVICES)" if device in (visible or ()) else ""
+                raise DeviceError(f"--gpus: GPU {device}{origin} was asked for, but {reason}")
     return wanted
 
 
@@ -293,6 +297,10 @@ def workers_per_gpu(gpu_ids: Sequence[str], cores: int, limit_bytes: int | None 
     if by_memory < min(_MOST_AUTO_WORKERS, by_cores):
         return number, f"{least / 2**30:.1f} GiB of memory"
     return number, f"{cores} usable cores" if by_cores < _MOST_AUTO_WORKERS else ""
+
+
+def _text_of_visible(environ: Mapping[str, str] | None) -> str:
+    return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES", "")
 
 
 def _exists(device: str, gpus: tuple[Gpu, ...]) -> bool:

@@ -72,5 +72,9 @@ class BadParticleError(GlocalError):
         return type(self), (self.name, self.reason)
 
 
+class WeightsLeftOutWarning(UserWarning):
+    """A list that is written cannot hold the wedges or CTF of its particles."""
+
+
 class NoAnglesWarning(UserWarning):
     """A list has no orientations; of no interest to a search that needs none."""

@@ -132,6 +132,8 @@ def check_hand(passes: Passes, state: RunState, masked: NDArray[np.float32]) -> 
     (_log.warning if result_scores.sure < _SURE else _log.info)(result_scores.verdict())
     passes.folder.event(
         "hand",
+        verdict=result_scores.verdict(),
+        right=result_scores.sure >= _SURE,
         as_given=float(result_scores.as_given.mean()),
         mirrored=float(result_scores.mirrored.mean()),
         standard_errors=result_scores.sure,

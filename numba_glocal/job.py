@@ -70,6 +70,8 @@ class Job:
         What was read and assumed of tomograms.
     listed_rotations : (a, 3, 3) float64 or None
         Of --angle-list, each once.
+    volumes_stand : str
+        How, where the list has axes of its own for them, or --volume-axes is given; empty otherwise.
     """
 
     settings: AlignSettings | AverageSettings
@@ -88,6 +90,7 @@ class Job:
     further_start_maps: tuple[NDArray[np.float32], ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()
     listed_rotations: NDArray[np.float64] | None = field(default=None, repr=False)
+    volumes_stand: str = ""
 
     @property
     def grid(self) -> Grid:
@@ -149,6 +152,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
             "the volumes are taken to stand as rlnTomoSubtomogramRot/Tilt/Psi turn them, as relion_tomo_subtomo cuts them (--volume-axes tomogram"
             " where they do not)"
         )
+    stand = _volumes_stand(particles, settings)
     positions = positions_angst(particles)
     particles = particles.in_volumes()
     half, remarks = assign_half_sets(particles, settings.split, settings.seed)
@@ -216,7 +220,15 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     _check_weights(particles, reader, k_min, k_limit)
     first, further = (references[0], tuple(references[1:])) if references else (None, ())
     masks = particle_mask, mask, mask_name, diameter, source
-    return Job(settings, particles, reader, *masks, k_min, k_limit, first, warnings, groups, further, tuple(notes), listed)
+    return Job(settings, particles, reader, *masks, k_min, k_limit, first, warnings, groups, further, tuple(notes), listed, stand)
+
+
+def _volumes_stand(particles: ParticleSet, settings: AlignSettings | AverageSettings) -> str:
+    """How volumes stand and who says so, of particles that have not been turned into them yet."""
+    if settings.volume_axes is None and getattr(particles.source, "axes", None) is None:
+        return ""
+    how = "as the tomogram" if particles.volume_axes is None else "as rlnTomoSubtomogramRot/Tilt/Psi turn them"
+    return f"stand {how} ({'by the list' if settings.volume_axes is None else f'--volume-axes {settings.volume_axes}'})"
 
 
 def _from_tomograms(settings: AlignSettings | AverageSettings) -> tuple[ParticleSet, list[str]]:

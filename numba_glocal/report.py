@@ -169,6 +169,8 @@ class ReportData:
         `noise.noise_facts` of its groups.
     noise_groups : sequence of str
         Names of the groups.
+    hand : sequence of (str, bool)
+        What --check-hand has said of each start map, and whether the particles have its hand; if not, it is shown as a warning.
     files : mapping of str to str
         File name to what it is.
     settings : mapping
@@ -204,6 +206,7 @@ class ReportData:
     classes: Sequence[ClassSummary] = ()
     noise: Mapping[str, Sequence[Sequence[float]]] | None = None
     noise_groups: Sequence[str] = ()
+    hand: Sequence[tuple[str, bool]] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -305,6 +308,7 @@ def summarise(data: ReportData) -> str:
             whole, apart = data.symmetry_agreement
             had = f"; before that, the map correlated with its symmetrised self by {whole:.2f}, without its round part by {apart:.2f}"
         sentences.append(f"Symmetry {data.symmetry} was imposed on each half by itself{had}.")
+    sentences += [f"{_sentence(verdict)}." for verdict, right in data.hand if right]
     if data.iterations:
         ended = {True: ", after which the poses no longer moved", False: "", None: ""}[data.converged]
         sentences.append(f"{_plural(len(data.iterations), 'iteration was', 'iterations were')} run{ended}.")
@@ -348,9 +352,10 @@ def _crossing(data: ReportData) -> Crossing:
 
 
 def _own_warnings(data: ReportData) -> list[str]:
+    found = [verdict for verdict, right in data.hand if not right]
     if data.fsc is not None and _crossing(data).rises_again:
-        return [f"The FSC rises above {data.criterion:g} again beyond its first crossing: look at the curve before quoting the resolution."]
-    return []
+        found.append(f"The FSC rises above {data.criterion:g} again beyond its first crossing: look at the curve before quoting the resolution.")
+    return found
 
 
 def _resolutions(data: ReportData) -> list[tuple[str, str]]:

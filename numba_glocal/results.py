@@ -12,7 +12,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -354,6 +354,17 @@ class RunFolder:
         line = json.dumps({"time": round(time.time(), 3), "event": kind, **facts}, default=_plain)
         with open(self.path / "events.jsonl", "a", encoding="utf-8") as handle:
             handle.write(line + "\n")
+
+    def hand(self) -> list[tuple[str, bool]]:
+        """What --check-hand has said of each start map, and whether the particles have its hand; empty where it was not asked."""
+        found = []
+        with suppress(OSError):
+            for line in (self.path / "events.jsonl").read_text(encoding="utf-8").splitlines():
+                if '"event": "hand"' in line:
+                    with suppress(ValueError, KeyError):  # an incomplete line, or one of an earlier version
+                        event = json.loads(line)
+                        found.append((str(event["verdict"]), bool(event["right"])))
+        return found
 
     def iteration_folder(self, iteration: int) -> Path:
         """``iter_001`` and so on."""
@@ -713,6 +724,7 @@ def load_report_data(run: Path) -> ReportData:
         symmetry_agreement=facts.get("symmetry_agreement"),
         noise=facts.get("noise"),
         noise_groups=facts.get("noise_groups", ()),
+        hand=[(verdict, right) for verdict, right in facts.get("hand", ())],
         converged=facts.get("converged"),
         classes=classes,
         provenance=_shown_provenance(folder),

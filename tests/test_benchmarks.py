@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,6 +106,11 @@ def test_end_to_end(tmp_path: Path) -> None:
     for row in (row for row in results["rows"] if row["benchmark"] == "iteration"):
         stages = [row[name] for name in ("noise_s", "align_s", "refine_s", "average_s", "rest_s")]
         assert all(seconds > 0 for seconds in stages) and sum(stages) == pytest.approx(row["seconds"], abs=0.01)
+    text = load("table").table("end_to_end", tmp_path)
+    assert (
+        f"24 particles of 24^3. Workers ready after {runs[0]['workers_ready_s']:.1f} s with a cold" in text
+        and f"| 1 | {row['band_angst']:.1f} A |" in text
+    )
 
 
 @pytest.mark.slow
@@ -110,6 +118,7 @@ def test_procs_per_gpu(tmp_path: Path) -> None:
     load("procs_per_gpu").main(["--quick", "--cpu", "--workers", "1", "2", "-o", str(tmp_path)])
     one, two = json.loads((tmp_path / "procs_per_gpu.json").read_text())["rows"]
     assert (one["workers"], two["workers"]) == (1, 2) and one["maps"] == two["maps"] and len(one["iteration_s"]) == 1
+    assert f"| 2 | off | {two['workers_ready_s']:.1f} s |" in load("table").table("procs_per_gpu", tmp_path)
 
 
 def test_throughput_loop_and_shares(tmp_path: Path) -> None:
@@ -120,11 +129,15 @@ def test_throughput_loop_and_shares(tmp_path: Path) -> None:
     assert row["affine_transform_finds_it"] and row["affine_transform_us_per_particle_and_rotation"] > 0
     rotations = throughput.local_list(343)
     assert len({tuple(np.round(rotation, 6).ravel()) for rotation in rotations}) == 343
-    measured = {"rotations": 10, "shifts": 7, "k_max": 5, "per_particle_us": {"turn": 2.0}, "search_us": {"line": 9.0, "product": 3.0}}
+    measured = {"rotations": 10, "shifts": 7, "k_max": 5, "per_particle_us": {"turn": 2.0}, "search_us": {"line": 9.0, "product": 3.0, "int8": 2.0}}
     pairs = throughput.lines.line_band(5.0).n_pairs
-    found = throughput.shares(measured | {"search_fp32_tinstructions_s": 6.0}, {"copy_tb_s": 2.0, "fp32_tflop_s": 60.0, "gemm_half_tflop_s": 500.0})
+    found = throughput.shares(
+        measured | {"search_fp32_tinstructions_s": 6.0},
+        {"copy_tb_s": 2.0, "fp32_tflop_s": 60.0, "gemm_half_tflop_s": 500.0, "gemm_int8_top_s": 1000.0},
+    )
     assert found["share_of_fp32"] == pytest.approx(0.2)
     assert found["share_of_gemm_half"] == pytest.approx(10 * 7 * 2 * 4 * pairs / 3e-6 / 500e12)
+    assert found["share_of_gemm_int8"] == pytest.approx(10 * 7 * 2 * 4 * pairs / 2e-6 / 1000e12)
     assert found["share_of_copy"] == pytest.approx((2 * 27 * 27 * 14 * 4 * np.pi / 6 + 24 * pairs) / 2e-6 / 2e12)
 
 
@@ -154,6 +167,85 @@ def test_table_fills_markers(tmp_path: Path) -> None:
     assert "How it was done." in filled and "load 4.05" in filled  # a busy machine is no secret
     assert filled.startswith("a\n<!-- benchmark:memory -->\n") and filled.endswith("b\n<!-- benchmark:other -->kept<!-- /benchmark -->\n")
     assert table.fill(filled, tmp_path) == filled
+
+
+TEXTS = ("README.md", "docs/benchmarks.md", "docs/gpu.md")
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_tables_are_those_of_the_results(name: str) -> None:
+    """Who runs a benchmark anew renews the tables too (`python benchmarks/table.py`); where nothing was measured, nothing is claimed."""
+    table = load("table")
+    assert table.TEXTS == TEXTS
+    text = (BENCHMARKS.parent / name).read_text()
+    blocks = re.findall(r"<!-- benchmark:([\w-]+) -->\n(.*?)<!-- /benchmark -->", text, flags=re.DOTALL)
+    assert blocks and len(blocks) == text.count("<!-- /benchmark -->")
+    for benchmark, content in blocks:
+        assert benchmark in {*table.TABLES, "overview"}
+        assert content.strip() == (table.table(benchmark) or "Not measured yet."), f"{benchmark}: run python benchmarks/table.py"
+
+
+def test_every_result_has_its_table() -> None:
+    tables = load("table").TABLES
+    shown = "".join((BENCHMARKS.parent / name).read_text() for name in TEXTS)
+    for path in (BENCHMARKS / "results").glob("*.json"):
+        name = path.stem.split("_")[0] if path.stem.startswith("accuracy_") else path.stem
+        assert name in tables and f"<!-- benchmark:{name} -->" in shown
+
+
+def store(folder: Path, name: str, rows: list[dict[str, Any]], **more: Any) -> None:
+    """Results as a benchmark on a GPU would store them."""
+    environment = {"gpus": ["G"], "processor": "P", "vectors": "V", "cores_used": 2, "load_average_at_start": 1, "commit": "abc", "date": "today"}
+    (folder / f"{name}.json").write_text(json.dumps({"environment": environment, "notes": "How.", "rows": rows, **more}))
+
+
+def test_a_ratio_to_pytom_is_never_without_what_is_covered(tmp_path: Path) -> None:
+    """In gpu.md and in the README; both from the same file: 2,944 us over 0.02 and 0.01."""
+    row = {
+        "box": 64,
+        "k_max": 20,
+        "rotations": 343,
+        "shifts": 123,
+        "shift_radius_voxels": 4.0,
+        "particles": 10000,
+        "search_way": {"half": "line", "int8": "int8"},
+    }
+    figures = {"us_per_particle_and_rotation": {"half": 0.02, "int8": 0.01}, "agreement": {"int8": {"same_best_rotation": 0.9}}}
+    wide = {**row, "rotations": 4608, "particles": 9000, "us_per_particle_and_rotation": {"half": 0.002}, "search_way": {}, "agreement": {}}
+    store(tmp_path, "cuda_steps", [{**row, **figures}, wide])
+    table = load("table")
+    newer = {
+        "decided": {"half": {"same_best_rotation": 1.0}, "int8": {"same_best_rotation": 0.995}},
+        "wall_us_per_particle": {"half": 34.3, "int8": 10.29},
+    }
+    store(tmp_path, "cuda_steps", [{**row, **figures, **newer}])
+    assert "| 0.02 | 0.01 | 0.015 | 100.0 % / 99.5 % | 0.1 / 0.03 |" in table.table("cuda_steps", tmp_path)
+    store(tmp_path, "cuda_steps", [{**row, **figures}, wide])
+    whole, brief = table.table("cuda_steps", tmp_path), table.table("overview", tmp_path)
+    assert "| 0.02 | 0.01 | 0.015 |  / 90.0 % |" in whole and "us per particle | 9.22 |  |  |" in whole and "1 G, P (V), 2 cores" in whole
+    for text in (whole, brief):
+        for line in (line for line in text.splitlines() if "PyTom" in line):
+            assert "every shift of the box" in line and "+-4 voxels" in line
+    assert "147,000 times (half) and 294,000 times (8-bit)" in whole
+    assert "| one G, half | 0.02 us per" in brief and "147,000 x" in brief and "294,000 x" in brief
+
+
+def test_throughput_table(tmp_path: Path) -> None:
+    case = {"benchmark": "local", "box": 64, "k_max": 20, "rotations": 343, "shifts": 123, "window_voxels": 4.0, "particles": 2000}
+    case |= {
+        "us_per_particle_and_rotation": {"half": 0.02, "int8": 0.0123},
+        "share_of_gemm_half": 0.5,
+        "share_of_gemm_int8": 0.75,
+        "share_of_fp32": 0.25,
+        "share_of_copy": 0.125,
+    }
+    loop = {"benchmark": "one rotation", "box": 64, "on": "GPU, CuPy", "affine_transform_us_per_particle_and_rotation": 900.0}
+    loop |= {"texture_us_per_particle_and_rotation": 400.0}
+    left = {"benchmark": "left out", "cases": [[64, 8], [128, 8]]}
+    store(tmp_path, "throughput", [loop, {"benchmark": "ceilings", "copy_tb_s": 1.0}, case, left])
+    text = load("table").table("throughput", tmp_path)
+    assert "(+-4 voxels) | 2,000 | 0.02 | 0.0123 | 50% | 75% | 25% | 12% |" in text
+    assert "| 64^3, GPU, CuPy | 400 |" in text and "2 cases were left out" in text
 
 
 def test_accuracy_table_joins_the_files_of_each_set(tmp_path: Path) -> None:
@@ -250,6 +342,9 @@ def test_scaling(tmp_path: Path) -> None:
     assert two["later_particles_per_s"] == pytest.approx(24 / two["iteration_s"][1], rel=0.01)
     assert two["later_efficiency"] == pytest.approx(two["later_particles_per_s"] / one["later_particles_per_s"] / 2, rel=0.01)
     assert set(two["idle"]) == {"CPU"} and 0.0 < two["idle"]["CPU"] < 1.0 and two["own_gpu_only"] is None
+    assert f"| 2 | 1 | none | {two['later_particles_per_s']:,.0f} | {two['later_efficiency']:.0%} | not known | yes |" in load("table").table(
+        "scaling", tmp_path
+    )
 
 
 def test_memory_on_another_gpu_is_seen() -> None:
@@ -258,3 +353,127 @@ def test_memory_on_another_gpu_is_seen() -> None:
     assert scaling.own_gpu_only({0: {11: 5, 12: 1}, 1: {12: 5}}, {11: "0", 12: "1"}) is False
     assert scaling.own_gpu_only({0: {11: 5}, 1: {}}, {11: "0", 12: "1"}) is None  # a process that the driver does not see
     assert scaling.own_gpu_only({}, {}) is None
+
+
+# --- GPU and CPU ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_gpu_against_cpu(tmp_path: Path) -> None:
+    """Rehearsed with the CPU backend against the reference: poses and sums are the same, scores nearly."""
+    load("gpu_against_cpu").main(["--quick", "--cpu", "-o", str(tmp_path)])
+    search, rest = json.loads((tmp_path / "gpu_against_cpu.json").read_text())["rows"]
+    assert search["search"] == "local" and search["compared_scores"] == 2 * 7
+    assert 0 < search["score_difference"] and search["same_best_rotation"] == 1.0
+    assert 0 < search["end_deg"] < 2.0 and 0 < search["end_angst"] < 1.0
+    assert 0 < rest["refined_deg"] < 2.0 and 0 < rest["residual_difference"] < 0.01
+    assert 0 < rest["numerator_difference"] < 1e-5 and 0 < rest["denominator_difference"] < 1e-5
+    assert f"| 16^3, float64 reference, local | {search['score_difference']:.1e} | 100% / 100% |" in load("table").table("gpu_against_cpu", tmp_path)
+
+
+def test_gpu_against_cpu_sees_what_differs() -> None:
+    """Answers that were changed by known amounts."""
+    from scipy.spatial.transform import Rotation
+
+    compared = load("gpu_against_cpu")
+    problem = compared.make_problem(16, 4)
+    wanted = compared.ask(compared.CPUBackend(), problem, 2, ("local",))
+    search, rest = compared.compare(wanted, wanted, {}, 1.0)
+    assert search["score_difference"] == 0 and search["same_best_rotation"] == search["same_best_shift"] == 1.0
+    assert max(value for name, value in (search | rest).items() if name.endswith(("_difference", "_deg", "_angst"))) < 1e-5
+    turn = Rotation.from_rotvec([0.0, 0.0, np.deg2rad(2.0)]).as_matrix()
+    scored, best, end = wanted.scored["local"], wanted.best["local"], wanted.ends["local"]
+    scores = scored.scores.copy()
+    scores[2, 5] += 0.25 * np.ptp(scores[2])
+    rotations, shifts = best.rotations.copy(), best.shifts_angst.copy()
+    rotations[1] = rotations[1] @ turn
+    shifts[:2] += 5.0
+    other = replace(
+        wanted,
+        scored={"local": replace(scored, scores=scores)},
+        best={"local": replace(best, rotations=rotations, shifts_angst=shifts)},
+        ends={"local": replace(end, rotations=end.rotations @ turn, shifts_angst=end.shifts_angst + [3.0, 0.0, 4.0])},
+        power=wanted.power * 1.5,
+        numerator=wanted.numerator + 0.125 * np.abs(wanted.numerator).max(),
+    )
+    search, rest = compared.compare(other, wanted, {}, 1.0)
+    assert search["score_difference"] == pytest.approx(0.25) and search["compared_scores"] == 4 * len(scores[0])
+    assert (search["same_best_rotation"], search["same_best_shift"]) == (0.75, 0.5)
+    assert search["end_deg"] == pytest.approx(2.0) and search["end_angst"] == pytest.approx(5.0)
+    assert rest["residual_difference"] == pytest.approx(0.5) and rest["numerator_difference"] == pytest.approx(0.125)
+    assert rest["denominator_difference"] == 0 and rest["refined_deg"] < 1e-5
+
+
+@pytest.mark.slow
+def test_no_poses(tmp_path: Path) -> None:
+    """A whole run, its stages, and errors against the planted poses."""
+    load("no_poses").main(["--quick", "--cpu", "-o", str(tmp_path)])
+    whole, *iterations = json.loads((tmp_path / "no_poses.json").read_text())["rows"]
+    assert whole["particles"] == 24 and whole["iterations"] == len(iterations) == 2
+    assert whole["after_start_s"] == pytest.approx(whole["wall_s"] - whole["workers_ready_s"], rel=0.01)
+    assert sum(row["seconds"] for row in iterations) < whole["after_start_s"]
+    assert 0 < whole["angle_median_deg"] <= whole["angle_p90_deg"] <= 180
+    assert f"| 24 of 24^3 | {whole['workers_ready_s']:.1f} s | {whole['after_start_s']:.1f} s" in load("table").table("no_poses", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["cold_start", "cuda_steps", "end_to_end", "gpu_against_cpu", "no_poses", "procs_per_gpu", "scaling", "throughput"])
+def test_gpu_benchmarks_say_that_there_is_no_gpu(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = load(name)
+    if sys.modules["common"].gpu_names():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(SystemExit) as left:
+        module.main(["-o", str(tmp_path / "out")])
+    assert not left.value.code and capsys.readouterr().out.startswith("skipped: ") and not list(tmp_path.iterdir())
+
+
+def test_cold_start_reads_what_a_process_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Seconds of each kernel from another process, and the age of this one."""
+    cold_start = load("cold_start")
+    monkeypatch.setattr(cold_start, "_ALONE", "import os, sys\nprint(os.environ['NUMBA_CACHE_DIR'][-3:], 1.25, True, 'later', sep='\\t')")
+    (row,) = cold_start.one_process(tmp_path / "jit", (9, 0), "half")
+    assert row == {"kernel": "jit", "cpu_s": 1.25, "in_cache": True, "needed": "later"}
+    begun = time.monotonic()
+    first = cold_start._age()
+    time.sleep(0.2)
+    assert 0.1 < cold_start._age() - first < time.monotonic() - begun + 0.1 and first > 0
+
+
+@pytest.mark.cuda
+def test_cuda_steps_add_up() -> None:
+    """A tiny case on a real GPU: all ways to search agree with the line kernel, and the whole takes about what its steps take."""
+    steps = load("cuda_steps")
+    if not sys.modules["common"].gpu_names():
+        pytest.skip("no GPU")
+    row = steps.case(32, 8, steps.local_rotations(6.0, 2), 2.0, 40)
+    assert row["agreement"] and all(found["against_line_max"] < 0.1 for found in row["agreement"].values())
+    each = row["per_particle_us"]
+    for precision, way in row["search_way"].items():
+        taken = {name: value for name, value in each.items() if name != "contenders" or precision == "int8"}
+        total = sum(taken.values()) + row["search_us"][way] + row["templates_us"] / 40
+        assert 0.4 * total < row["us_per_particle"][precision] < 1.6 * total
+        assert row["us_per_particle"][precision] < 1.6 * row["wall_us_per_particle"][precision]
+        assert row["decided"][precision]["same_best_rotation"] >= 0.85
+
+
+@pytest.mark.slow
+def test_real_particles(shared: Path, tmp_path: Path) -> None:
+    """One run on the real particles: nearer to the published poses than the list (8.7 degrees, 21.8 A)."""
+    real = load("real_particles")
+    (case,) = [name for name in real._CASES if name.startswith("one pass")]
+    row = real.measure(shared, tmp_path / "run", "premultiplied", case, real._PRIOR, 1)
+    assert row["particles"] == 40 and row["prior"] is True
+    assert 0 < row["median_deg"] < 8.7 and 0 < row["median_angst"] < 21.8 and row["sigma_deg"] > 0
+
+
+@pytest.mark.slow
+def test_classes(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few particles of two kinds: from both maps nearly all are in the class of their kind; shares are of all that were made."""
+    classes = load("classes")
+    monkeypatch.setattr(classes, "SETS", ({"removed": 0.3, "snr": 1.0, "box": 24},))
+    classes.main([str(tmp_path / "sets"), "--count", "12", "--seeds", "0", "--iterations", "2", "-o", str(tmp_path)])
+    rows = json.loads((tmp_path / "classes.json").read_text())["rows"]
+    assert [(row["start"], row["assignment"], row["iteration"]) for row in rows] == [
+        *[("maps", "hard", 1), ("maps", "hard", 2), ("maps", "soft", 1), ("maps", "soft", 2)],
+        ("random", "hard", 2),
+    ]
+    assert rows[0]["right"] > 0.9 and all(0.5 <= row["right"] <= 1.0 for row in rows)

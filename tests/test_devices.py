@@ -17,7 +17,7 @@ TWO = GpuSurvey(
     problem="",
     known=True,
 )
-NO_DRIVER = GpuSurvey((), "", "no NVIDIA driver on this machine", True)
+NO_DRIVER = GpuSurvey((), "", "there is no NVIDIA driver on this machine", True)
 UNKNOWN = GpuSurvey((), "", "an NVIDIA driver is loaded, but nvidia-ml-py is not installed", False)
 
 
@@ -32,6 +32,9 @@ UNKNOWN = GpuSurvey((), "", "an NVIDIA driver is loaded, but nvidia-ml-py is not
         ("GPU-bb", None, TWO, ["GPU-bb"]),
         (None, "1", TWO, ["1"]),
         (None, "", TWO, []),
+        (None, "-1", TWO, []),
+        (None, f"{B},{A}", TWO, [B, A]),
+        ("all", f"{B},GPU-cc,{A}", TWO, [B]),
         (None, "1,7,0", TWO, ["1"]),
         (None, None, NO_DRIVER, []),
         ("none", None, UNKNOWN, []),
@@ -52,11 +55,11 @@ def test_gpus_for_the_workers(spec, visible, survey, expected):
     ("spec", "visible", "survey", "text"),
     [
         ("7", None, TWO, "this machine has 2"),
-        ("0", None, NO_DRIVER, "no NVIDIA driver"),
-        ("all", None, NO_DRIVER, "there is none: no NVIDIA driver"),
-        ("all", "", TWO, "CUDA_VISIBLE_DEVICES hides them"),
+        ("0", None, NO_DRIVER, "--gpus: GPU 0 was asked for, but there is no NVIDIA driver on this machine$"),
+        ("all", None, NO_DRIVER, "--gpus: all was asked for, but there is no NVIDIA driver on this machine$"),
+        ("all", "", TWO, "CUDA_VISIBLE_DEVICES='' hides them"),
         ("GPU-cc", None, TWO, "this machine has 2"),
-        ("MIG-1234", None, TWO, "this machine has 2"),
+        ("MIG-1234", None, TWO, "no GPU of this machine is split into instances"),
         ("all", None, UNKNOWN, "nvidia-ml-py is not installed"),
     ],
 )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import io
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -49,6 +50,16 @@ def full():
         provenance={"command": "numba-glocal align x.star -o run"},
         files={"half1.mrc": "unfiltered half-map"},
     )
+
+
+def test_hand_is_said():
+    """What --check-hand found stands in the summary where it is right, and as a warning where it is not; without the option nothing does."""
+    right, wrong = "hand: the particles have the hand of the start map: ..", "hand: not told at this low-pass: .."
+    data = replace(full(), hand=[(right, True), (wrong, False)])
+    assert "Hand: the particles have the hand of the start map: ..." in summarise(data) and "not told" not in summarise(data)
+    warned = re.findall(r'<p class="warn">([^<]*)', render_report(data))
+    assert warned == ["Hand: not told at this low-pass: .."]
+    assert "and:" not in summarise(full())
 
 
 class Page(HTMLParser):

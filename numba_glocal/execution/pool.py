@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..errors import SettingsError, WorkerError
+from ..errors import GlocalError, SettingsError, WorkerError
 from .pinning import WorkerInfo, assign_gpus, jit_cache_dir, worker_environment
 from .process import WorkerDied, WorkerProcess
 
@@ -322,7 +322,9 @@ class PinnedPool(Executor):
                 return message[1]
             else:
                 _, error, summary, text = message
-                raise WorkerError(f"worker {index} cannot start: {summary}", text) from error
+                gpu = self.gpu_of_worker[index]
+                where = "" if gpu is None else f" on GPU {gpu}"
+                raise WorkerError(f"worker {index} cannot start{where}: {error if isinstance(error, GlocalError) else summary}", text) from error
         words = process.last_words()
         raise WorkerError(f"worker {index} was not ready after {timeout_s:g} s{_last_line(words)}", words)
 

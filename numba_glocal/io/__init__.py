@@ -167,8 +167,8 @@ def read_particles(path: str | Path, **options: Any) -> ParticleSet:
         The list.
     **options
         ``pixel_size_angst``, ``root``, ``premultiplied``, ``require_volumes`` as `read_relion_particles`; ``particle_names``, a template
-        for the files of lists that only number particles, and ``wedge_list``, the tilts of their tomograms; ``volume_axes`` as
-        `read_relion_particles`.
+        for the files of lists that only number particles, and ``wedge_list``, the tilts of their tomograms; ``volume_axes`` and (of
+        optimisation sets) ``tomograms`` as `read_relion_particles`.
 
     Returns
     -------

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..errors import InputError, ListError
+from ..errors import InputError, ListError, WeightsLeftOutWarning
 from ..geometry import matrix_to_zxz, zxz_to_matrix
 from ..values import FloatArray, IntArray, ParticleSet, Poses, TiltGeometry, TiltRange, TomogramWeight, Weight
 from .located import locate, places
@@ -393,15 +393,17 @@ def _new_lines(path: str | Path, particles: ParticleSet, scores: FloatArray | No
         centres = particles.coordinates.as_voxels()
         table[:, PLACE - 1 : PLACE + 2] = np.where(np.isfinite(centres), centres, 0.0)
     table[:, APIX - 1] = particles.pixel_size_angst
-    left_out = 0
+    volumes = other = 0
     for row, weight in enumerate(particles.weight_paths):
         limits = _limits(weight)
         if limits is not None:
             table[row, FTYPE - 1 : TILTS + 3] = limits
         elif weight is not None:
-            left_out += 1
-    if left_out:
-        warnings.warn(f"{path}: a Dynamo table cannot hold the wedge or CTF of {left_out} of {n} particles; it is left out", stacklevel=4)
+            volumes, other = volumes + isinstance(weight, Path), other + (not isinstance(weight, Path))
+    for left_out, kind in ((volumes, WeightsLeftOutWarning), (other, UserWarning)):
+        if left_out:
+            text = f"{path}: a Dynamo table cannot hold the wedge or CTF of {left_out} of {n} particles; it is left out"
+            warnings.warn(text, kind, stacklevel=4)
     return [" ".join(digits(value) for value in row) + "\n" for row in table]
 
 

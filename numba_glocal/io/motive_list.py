@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..errors import InputError, ListError, VolumeError
+from ..errors import InputError, ListError, VolumeError, WeightsLeftOutWarning
 from ..geometry import matrix_to_zxz, zxz_to_matrix
 from ..values import IntArray, ParticleSet, Poses, Weight
 from .em import HEADER_BYTES, em_bytes, parse_em_header
@@ -233,7 +233,7 @@ def _new_table(path: str | Path, particles: ParticleSet) -> NDArray[np.float32]:
     if not from_names:
         warnings.warn(f"{path}: the files' names do not number the particles; they are numbered 1 to {n} in the list's order", stacklevel=4)
     if any(weight is not None for weight in particles.weight_paths):
-        warnings.warn(f"{path}: a motive list holds no wedges; they are left out", stacklevel=4)
+        warnings.warn(f"{path}: a motive list holds no wedges; they are left out", WeightsLeftOutWarning, stacklevel=4)
     table = np.zeros((n, ROWS), np.float32)
     table[:, PARTICLE - 1] = numbers
     table[:, TOMOGRAM - 1] = tomogram_numbers(particles.tomograms)

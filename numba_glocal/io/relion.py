@@ -139,6 +139,7 @@ def read_relion_particles(
     premultiplied: bool | None = None,
     require_volumes: bool = True,
     volume_axes: str | None = None,
+    tomograms: str | Path | None = None,
 ) -> ParticleSet:
     """Read a RELION or Warp list of particles.
 
@@ -156,6 +157,8 @@ def read_relion_particles(
         False reads a list whose volumes are elsewhere, or that names none (coordinates only); box size 0 when then nobody knows it.
     volume_axes : {"tomogram", "subtomogram"}, optional
         How volumes stand; None: along the subtomogram's axes where the list says that RELION cut them, else as the tomogram.
+    tomograms : path, optional
+        File of the tomograms in place of the one that an optimisation set names; of other lists it is not used.
 
     Returns
     -------
@@ -167,7 +170,7 @@ def read_relion_particles(
     InputError, ListError, VolumeError
         One line with file, line, what was expected and what was found.
     """
-    document, tomograms_path = follow_optimisation_set(path, root)
+    document, tomograms_path = follow_optimisation_set(path, root, tomograms)
     path = document.path or path
     block, optics = _tables(document)
     if not block.n_rows:

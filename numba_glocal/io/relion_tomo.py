@@ -45,7 +45,9 @@ def triples(block: StarBlock, labels: Sequence[str]) -> NDArray[np.float64]:
 # ---- optimisation sets
 
 
-def follow_optimisation_set(path: str | Path, root: str | Path | None = None) -> tuple[StarDocument, Path | None]:
+def follow_optimisation_set(
+    path: str | Path, root: str | Path | None = None, tomograms: str | Path | None = None
+) -> tuple[StarDocument, Path | None]:
     """The document that holds the particles, and the file of the tomograms.
 
     Parameters
@@ -54,6 +56,8 @@ def follow_optimisation_set(path: str | Path, root: str | Path | None = None) ->
         A particle list, or an optimisation set that names one.
     root : path, optional
         Folder that names start from; it goes before all others.
+    tomograms : path, optional
+        File of the tomograms in place of the one that the set names, which need not be there then.
 
     Returns
     -------
@@ -77,7 +81,10 @@ def follow_optimisation_set(path: str | Path, root: str | Path | None = None) ->
         raise ListError(f"{block.where()}: an optimisation set without particles; expected a file under _{PARTICLES_FILE}")
     finder = VolumeFinder(path, root)
     tomograms_name = _named(block, TOMOGRAMS_FILE)
-    tomograms_path = _found(finder, tomograms_name, path, TOMOGRAMS_FILE) if tomograms_name else None
+    if tomograms is not None:
+        tomograms_path: Path | None = Path(tomograms)
+    else:
+        tomograms_path = _found(finder, tomograms_name, path, TOMOGRAMS_FILE) if tomograms_name else None
     particles_path = _found(finder, name, path, PARTICLES_FILE)
     return read_star(particles_path), tomograms_path
 

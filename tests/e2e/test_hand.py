@@ -43,6 +43,11 @@ def test_the_better_hand_is_said(chiral, command, tmp_path):
     done = command("align", made.start, "-o", tmp_path / "wrong", "--reference", other, *options)
     event, line = verdict(tmp_path / "wrong")
     assert event["standard_errors"] < -3 and "OTHER hand" in line and "OTHER hand" in done.stdout + done.stderr
+    # the report says both, the wrong one as a warning
+    for run, words, warned in (("right", "the hand of the start map", False), ("wrong", "the OTHER hand", True)):
+        page = (tmp_path / run / "report.html").read_text()
+        (said,) = re.findall(rf"[^>]*particles have {words}[^<]*", page)
+        assert "16 particles prefer" in said and (f'<p class="warn">{said}' in page) == warned
     # scores do not depend on which of the two is the given one
     command("align", made.start, "-o", tmp_path / "again", "--reference", other, "--mirror", *options)
     again, line = verdict(tmp_path / "again")

@@ -10,14 +10,17 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 
 from numba_glocal.cli import running
-from numba_glocal.devices import Gpu, GpuSurvey, resolve_gpus, workers_per_gpu
+from numba_glocal.cli.main import main
+from numba_glocal.devices import Gpu, GpuSurvey, resolve_gpus, survey_gpus, workers_per_gpu
 from numba_glocal.errors import DeviceError, SettingsError
 from numba_glocal.execution import tasks
 from numba_glocal.execution.executors import gather_in_order
 from numba_glocal.execution.pool import PinnedPool
 from numba_glocal.settings import AlignSettings, AverageSettings
+from numba_glocal.simulation import SimulationSettings, simulate
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # the workers take over this path
@@ -99,11 +102,14 @@ def test_a_slow_gpu_costs_its_own_share_only():
     [
         ("", "0", r"GPU 0 was asked for, but CUDA_VISIBLE_DEVICES shows 0 \(none\)"),
         ("-1", "0", r"GPU 0 was asked for, but CUDA_VISIBLE_DEVICES shows 0 \(none\)"),
-        ("-1", "all", "all was asked for, but there is none: CUDA_VISIBLE_DEVICES hides them"),
+        ("-1", "all", "all was asked for, but there is none: CUDA_VISIBLE_DEVICES='-1' hides them"),
+        ("GPU-cccc", "all", "all was asked for, but there is none: CUDA_VISIBLE_DEVICES='GPU-cccc' hides them"),
         ("", A, f"{A} was asked for, but CUDA_VISIBLE_DEVICES shows none"),
         (B, A, f"{A} was asked for, but CUDA_VISIBLE_DEVICES shows {B}"),
         (B, "1", rf"GPU 1 was asked for, but CUDA_VISIBLE_DEVICES shows 1 \({B}\)"),
-        ("GPU-cccc", "0", "GPU GPU-cccc was asked for, but this machine has 2"),
+        ("GPU-cccc", "0", r"GPU GPU-cccc \(of CUDA_VISIBLE_DEVICES\) was asked for, but this machine has 2"),
+        ("5,6", "1", r"GPU 6 \(of CUDA_VISIBLE_DEVICES\) was asked for, but this machine has 2 \(indices from 0\)"),
+        (MIG, "0", rf"GPU {MIG} \(of CUDA_VISIBLE_DEVICES\) was asked for, but no GPU of this machine is split into instances"),
     ],
 )
 def test_hidden_gpus_are_one_clear_line(visible, spec, text, monkeypatch):
@@ -119,6 +125,64 @@ def test_hidden_gpus_are_not_used_by_default(visible, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr("numba_glocal.devices.survey_gpus", survey)
     assert running.choose_workers(AlignSettings("p.star", "run")).gpu_ids == ()
+
+
+NOWHERE = GpuSurvey((), "", "there is no NVIDIA driver on this machine", True)
+NOT_TOLD = GpuSurvey((), "", "an NVIDIA driver is loaded, but nvidia-ml-py is not installed", False)
+
+
+@pytest.fixture(scope="module")
+def small_set(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small_set")
+    simulate(folder, SimulationSettings(count=8, box_size=16, pixel_size_angst=20.0))
+    return folder
+
+
+def run(folder, output, *options):
+    reference = str(folder / "reference.mrc")
+    command = ["align", str(folder / "start.star"), "-o", str(output), "--reference", reference, "--particle-diameter", "260", *options]
+    return CliRunner().invoke(main, command, prog_name="numba-glocal")
+
+
+@pytest.mark.parametrize(
+    ("visible", "spec", "found", "text"),
+    [
+        (None, "0", NOWHERE, "GPU 0 was asked for, but there is no NVIDIA driver on this machine"),
+        (None, "all", NOWHERE, "all was asked for, but there is no NVIDIA driver on this machine"),
+        (None, MIG, NOWHERE, f"GPU {MIG} was asked for, but there is no NVIDIA driver on this machine"),
+        (None, "all", NOT_TOLD, "all was asked for, but the GPUs cannot be counted: an NVIDIA driver is loaded, but nvidia-ml-py is not installed"),
+        (None, "7", survey(), "GPU 7 was asked for, but this machine has 2 (indices from 0)"),
+        (None, MIG, survey(), f"GPU {MIG} was asked for, but no GPU of this machine is split into instances (MIG mode is off on all 2)"),
+        (MIG, "1", survey(mig=True), f"GPU 1 was asked for, but CUDA_VISIBLE_DEVICES shows 1 ({MIG})"),
+        (MIG, A, survey(mig=True), f"{A} was asked for, but CUDA_VISIBLE_DEVICES shows {MIG}"),
+        (f"{A},{B}", "2", survey(), f"GPU 2 was asked for, but CUDA_VISIBLE_DEVICES shows 2 ({A},{B})"),
+        ("", "all", survey(), "all was asked for, but there is none: CUDA_VISIBLE_DEVICES='' hides them"),
+        ("-1", "0", survey(), "GPU 0 was asked for, but CUDA_VISIBLE_DEVICES shows 0 (none)"),
+    ],
+)
+def test_a_gpu_that_cannot_be_had_ends_the_command(small_set, tmp_path, visible, spec, found, text, monkeypatch):
+    """Exit code 2 and one line, before there is a run folder."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("numba_glocal.devices.survey_gpus", lambda: found)
+    done = run(small_set, tmp_path / "run", "--gpus", spec)
+    lines = [line for line in done.output.splitlines() if "error" in line]
+    assert done.exit_code == 2 and lines == [f"numba-glocal: error: --gpus: {text}"] and not (tmp_path / "run").exists()
+
+
+def test_a_gpu_that_its_worker_cannot_use_ends_the_command(small_set, tmp_path, monkeypatch):
+    """NVML has named one, and CUDA finds none: one line with the worker, its GPU and the reason; the log has the traceback."""
+    pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+    if survey_gpus().gpus:
+        pytest.skip("this machine has a GPU")
+    monkeypatch.setattr("numba_glocal.devices.survey_gpus", lambda: survey(mode="exclusive process"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", B)
+    done = run(small_set, tmp_path / "run", "--gpus", "0")
+    (line,) = [line for line in done.output.splitlines() if "error" in line]
+    assert done.exit_code == 2 and line.startswith(f"numba-glocal: error: worker 0 cannot start on GPU {B}: the GPU cannot be used: ")
+    assert "Traceback" not in done.output and "Traceback" in (tmp_path / "run" / "log.txt").read_text()
+    assert "1 on each of 1 GPU" in done.output and "(auto: exclusive process mode)" in " ".join(done.output.split())
 
 
 # --- workers on each GPU --------------------------------------------------------------------------------------------------------------------

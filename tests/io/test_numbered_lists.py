@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
-from numba_glocal.errors import GlocalError
+from numba_glocal.cli.main import main
+from numba_glocal.errors import GlocalError, WeightsLeftOutWarning
 from numba_glocal.io import format_of_file, left_behind, list_formats, read_particles, write_particles
 from numba_glocal.io.wedge_list import read_wedge_list, write_wedge_list
 from numba_glocal.values import Poses, TiltRange
@@ -354,6 +356,30 @@ def test_what_cannot_be_held_is_named(tmp_path):
         write_particles(tmp_path / "b.tbl", dataclasses.replace(particles, source=None, weight_paths=(tmp_path / "w.mrc",) * 2))
     rows = read(em(tmp_path / "a.em", motive_rows(2, r2=[1, 2], r14=[0, 3])))
     assert left_behind(rows, formats["relion"])[-1] == "rows 2, 14 of the motive list"
+
+
+@pytest.mark.parametrize("to", ["dynamo", "av3"])
+def test_convert_says_once_that_weights_are_lost(tmp_path, to):
+    """In one warning: the list of what is lost has them, and the writer need not say it again."""
+    (tmp_path / "a.star").write_text(
+        "data_\nloop_\n_rlnImageName\n_rlnCtfImage\n_rlnRandomSubset\n_rlnDetectorPixelSize\n_rlnMagnification\n_rlnAngleRot\n_rlnAngleTilt\n_rlnAnglePsi\n"
+        + "".join(f"p_{i}.mrc w_{i}.mrc {1 + i % 2} 8.0 10000 0 0 0\n" for i in (1, 2, 3))
+    )
+    done = CliRunner().invoke(main, ["convert", str(tmp_path / "a.star"), str(tmp_path / f"b.{'tbl' if to == 'dynamo' else 'em'}"), "--to", to])
+    assert done.exit_code == 0, done.output
+    (line,) = [line for line in done.output.splitlines() if "warning" in line]
+    assert line.lower().count("wedge") == 1 and line.count("CTF") == 1 and "wedge or CTF volumes" in line
+
+
+def test_wedges_that_only_the_writer_cannot_hold_are_still_named(tmp_path):
+    """A turned tilt series has no columns in a Dynamo table, though tilt ranges have; beside volumes both are told."""
+    table = tbl(tmp_path / "a.tbl", {1: 1, 13: 1, 14: -60, 15: 60, 20: 1}, {1: 2, 13: 1, 14: -60, 15: 60, 20: 1})
+    particles = dataclasses.replace(read(table), source=None)
+    turned = (TiltRange(-60.0, 60.0, turn=(0, 1, 0, 1, 0, 0, 0, 0, -1)),)
+    particles = dataclasses.replace(particles, weight_paths=(turned, tmp_path / "w.mrc"))
+    with pytest.warns() as caught:
+        write_particles(tmp_path / "b.tbl", particles, to="dynamo")
+    assert [("1 of 2" in str(w.message), issubclass(w.category, WeightsLeftOutWarning)) for w in caught] == [(True, True), (True, False)]
 
 
 def test_halves_and_scores_get_a_column_where_there_is_none(tmp_path):

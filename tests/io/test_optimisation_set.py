@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -120,6 +121,29 @@ def test_one_that_is_asked_for(project):
     assert pairs("new/s.star") == {"_rlnTomoParticlesFile": "new/p.star", "_rlnTomoTomogramsFile": "Tomograms/tomograms.star"}
     assert len(gemmi.cif.read("new/s.star")) == 1  # no flag of stacks
     assert len(read_particles("new/s.star", require_volumes=False)) == 2
+
+
+def test_tomograms_elsewhere_take_the_place_of_the_sets_own(project):
+    """The set names a file that is not there; --tomograms gives it, for the places and for the new set."""
+    convert("Refine/job1/set.star", "new/before.star")
+    places = read_particles("new/before_optimisation_set.star", require_volumes=False).coordinates.as_voxels()
+    (project / "Tomograms/tomograms.star").rename(project / "new/mine.star")
+    assert "Tomograms/tomograms.star not found" in convert("Refine/job1/set.star", "new/p.star", code=2)
+    convert("Refine/job1/set.star", "new/p.star", "--tomograms", "new/mine.star")
+    found = pairs("new/p_optimisation_set.star")
+    assert (found["_rlnTomoParticlesFile"], found["_rlnTomoTomogramsFile"]) == ("new/p.star", "new/mine.star")
+    np.testing.assert_array_equal(read_particles("new/p_optimisation_set.star", require_volumes=False).coordinates.as_voxels(), places)
+    assert places[0].tolist() == [199 + 5, 149 + 10, 99 + 15]
+    # Warp's voxels need the file: 4 A in the list, 2 A in the tilt series
+    convert("Refine/job1/set.star", "new/p.tbl", "--tomograms", "new/mine.star")
+    assert (project / "new/p.tbl").read_text().splitlines()[0].split()[23:26] == ["102", "79.5", "57"]
+
+
+def test_another_file_of_tomograms_goes_before_the_sets_own(project):
+    (project / "new/mine.star").write_text(TOMOGRAMS.replace("400 300 200", "600 300 200"))
+    convert("Refine/job1/set.star", "new/p.star", "--to", "relion4", "--tomograms", "new/mine.star")
+    found = read_particles("new/p.star", require_volumes=False).coordinates.as_voxels()
+    assert found[:, 0].tolist() == [299 + 5, 299 - 5]
 
 
 def test_refusals(project):

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from numba_glocal.cli.main import main
 from numba_glocal.errors import GlocalError, InputError, ListError
 from numba_glocal.geometry import rotvec_to_matrix
 from numba_glocal.io import read_particles, write_particles
@@ -100,6 +102,34 @@ def test_how_volumes_stand_can_be_said(tmp_path, says):
     assert alike(average[inside], blobs_at(BLOBS)[inside]) > 0.99
     for label in (*ANGLES, *ORIGINS, *SUBTOMOGRAM):
         assert of_cif(tmp_path / "run" / "particles.star", label) == of_cif(path, label)
+
+
+@pytest.mark.parametrize(
+    ("cut_by_relion", "option", "text"),
+    [
+        (True, None, "stand as rlnTomoSubtomogramRot/Tilt/Psi turn them (by the list)"),
+        (False, None, "stand as the tomogram (by the list)"),
+        (True, "tomogram", "stand as the tomogram (--volume-axes tomogram)"),
+        (False, "subtomogram", "stand as rlnTomoSubtomogramRot/Tilt/Psi turn them (--volume-axes subtomogram)"),
+    ],
+)
+def test_the_plan_says_how_volumes_stand(tmp_path, cut_by_relion, option, text):
+    path = relion4_list(tmp_path / "p.star", cut_by_relion)
+    for i in range(len(CASES)):
+        save(tmp_path / f"sub/{i}_data.mrc", blobs_at(BLOBS) + i)
+    more = [] if option is None else ["--volume-axes", option]
+    command = ["average", str(path), "-o", str(tmp_path / "run"), "--cpu-procs", "1", "--tilt-range", "-60", "60", *more]
+    done = CliRunner().invoke(main, [*command, "--dry-run"])
+    assert done.exit_code == 0 and f"volumes {text}" in " ".join(done.output.split()), done.output
+
+
+def test_the_log_says_how_volumes_stand(tmp_path):
+    path = relion4_list(tmp_path / "p.star", False)
+    for i, (sub, part, origin) in enumerate(CASES):
+        save(tmp_path / f"sub/{i}_data.mrc", in_tomogram(sub, part, origin))
+    done = CliRunner().invoke(main, ["average", str(path), "-o", str(tmp_path / "run"), "--cpu-procs", "1", "--volume-axes", "tomogram"])
+    assert done.exit_code == 0, done.output
+    assert "volumes stand as the tomogram (--volume-axes tomogram)" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_axes_that_the_list_does_not_give(tmp_path, shared):

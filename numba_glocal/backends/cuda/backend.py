@@ -65,6 +65,14 @@ def den_products(powers: Any, den_weight: Any, den: Any, half: bool) -> None:
         contraction.products[(-(-rotations // contraction.WIDE_TILE), -(-items // contraction.WIDE_TILE)), (16, 16)](den_weight, powers, den)
 
 
+_HINTS = {
+    "driver library cannot be found": "there is no NVIDIA driver on this machine",
+    "CUDA_ERROR_NO_DEVICE": "CUDA finds none of this name",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": "another process has it, and its compute mode lets in one only; expected --procs-per-gpu 1, or MPS",
+}
+"""What CUDA's words mean for people."""
+
+
 def device_name() -> str:
     """Name, UUID and compute capability of this process's GPU.
 
@@ -82,7 +90,9 @@ def device_name() -> str:
         cuda.current_context().get_memory_info()
         return f"{name} ({device.uuid}, compute capability {major}.{minor})"
     except Exception as problem:
-        raise DeviceError(f"the GPU cannot be used: {' '.join(str(problem).split())[:200]}") from None
+        text = " ".join(str(problem).split())[:200].rstrip(" :.")
+        hint = next((hint for words, hint in _HINTS.items() if words in text), None)
+        raise DeviceError(f"the GPU cannot be used: {text}" if hint is None else f"the GPU cannot be used: {hint} ({text})") from None
 
 
 class CUDABackend:
@@ -199,6 +209,7 @@ class CUDASearchSession:
         self._by_shell: tuple[BandOnDevice, Any] | None = None
         self._templates: ByteCache = ByteCache(int(backend.memory_bytes * 0.1))
         self._lines: dict[float, tuple[Any, ...]] = {}
+        self._turns: dict[tuple[int, float], Any] = {}
         self._tensor: ByteCache = ByteCache(int(backend.memory_bytes * 0.1))
         self._slots: NDArray[np.int32] = np.zeros(0, np.int32)
         self._kinds: NDArray[np.int32] = np.zeros(0, np.int32)
@@ -266,6 +277,12 @@ class CUDASearchSession:
             self._templates.put(key, found, 4 * (padded * band.n_pairs * 4 + count * 2 * band.n_pairs))
         return found
 
+    def _shift_turns(self, cube: lines.ShiftCube) -> Any:
+        key = cube.steps, cube.step_voxels
+        if key not in self._turns:
+            self._turns[key] = cuda.to_device(shift_turns(cube, self._n))
+        return self._turns[key]
+
     def search(self, starts: Candidates, anchor_angst: NDArray[np.float64], level: SearchLevel) -> Candidates:
         """Scores every rotation and shift of the level around every start; keeps the best that are apart."""
         self._loaded_pool()
@@ -274,7 +291,7 @@ class CUDASearchSession:
         size = (grid.pixel_size_angst, grid.box_size, n)
         cube = lines.shift_cube(float(angst_to_voxels(level.shift_radius_angst, *size)), float(angst_to_voxels(level.shift_step_angst, *size)))
         templates, powers, matrices = self._level_templates(level, band, layout[0])
-        turns = cuda.to_device(shift_turns(cube, n))
+        turns = self._shift_turns(cube)
         used = starts.scores > -np.inf
         used[~self._usable] = False
         result = no_candidates(len(self._slots), level.keep)
@@ -337,10 +354,10 @@ class CUDASearchSession:
         columns = scratch.array("columns", items * 4 * band.n_pairs + _SPARE_BYTES // 4, np.float32)
         columns_2d = columns[: items * 4 * band.n_pairs].reshape(items, 4 * band.n_pairs)
         den_weight = scratch.array("den2 weights", (items, 2 * band.n_pairs), np.float32)
-        kinds = cuda.to_device(self._kinds[p_of])
-        slots = cuda.to_device(self._slots[p_of])
+        kinds = scratch.upload("kinds", self._kinds[p_of])
+        slots = scratch.upload("slots", self._slots[p_of])
         device_weights, weight_size, signed, table_scale, _ = self._weights()
-        device_starts = cuda.to_device(start_rotations.reshape(-1, 9).astype(np.float32))
+        device_starts = scratch.upload("starts", start_rotations.reshape(-1, 9).astype(np.float32))
         in_reference = np.einsum("wji,wj->wi", start_rotations, start_voxels) / n
         pool = self._loaded_pool()
         assert pool.pad is not None
@@ -358,12 +375,12 @@ class CUDASearchSession:
             table_scale,
             self._inverse_sigma2,
             self._gains,
-            cuda.to_device(self._groups[p_of]),
+            scratch.upload("groups", self._groups[p_of]),
             points,
             radius,
             point_weight,
             device_starts,
-            cuda.to_device(in_reference.astype(np.float32)),
+            scratch.upload("start shifts", in_reference.astype(np.float32)),
             columns_2d,
             den_weight,
         )
@@ -384,7 +401,7 @@ class CUDASearchSession:
             if self._unmasked:
                 for i, p in enumerate(p_of):
                     multiplier[i] = 1.0 / self._on_host()._sigma_at(int(p), band.k_max, places[i])
-            device_multiplier, device_bias = cuda.to_device(multiplier), cuda.to_device(bias)
+            device_multiplier, device_bias = scratch.upload("multiplier", multiplier), scratch.upload("bias", bias)
         else:
             device_multiplier = device_bias = self._nothing
         best = scratch.array("best", (items, rotations), np.float32)
@@ -430,12 +447,12 @@ class CUDASearchSession:
         device_losses = self._nothing
         if priors:
             losses = np.stack([prior.angle_loss(start_rotations[i] @ level.rotations) for i, prior in enumerate(priors)])
-            device_losses = cuda.to_device(losses.astype(np.float32))
+            device_losses = scratch.upload("losses", losses.astype(np.float32))
             scoring.take_off[(-(-rotations // 128), items), 128](best, device_losses)
         first = np.searchsorted(p_of, part).astype(np.int32)
-        device_first = cuda.to_device(first)
+        device_first = scratch.upload("first starts", first)
         count = np.diff(np.append(first, items)).astype(np.int32)
-        device_count = cuda.to_device(count)
+        device_count = scratch.upload("starts of each", count)
 
         def choose(keep: int, min_trace: float, name: str) -> tuple[Any, Any]:
             chosen = scratch.array(f"chosen {name}", (len(part), keep), np.int32)
@@ -569,11 +586,12 @@ class CUDASearchSession:
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int32]]:
         grid, n = self.setup.grid, self._n
         size = (grid.pixel_size_angst, grid.box_size, n)
-        items = len(p_of)
-        device_rotations = cuda.to_device(rotations.reshape(-1, 9).copy())
-        device_shifts = cuda.to_device(np.ascontiguousarray(angst_to_voxels(shifts_angst, *size)))
-        anchors = cuda.to_device(np.ascontiguousarray(angst_to_voxels(anchor_angst[p_of], *size)))
-        sums, taken = cuda.device_array((items, normal_equations.N_SUMS), np.float64), cuda.device_array(items, np.int32)
+        items, scratch = len(p_of), self.backend.scratch
+        device_rotations = scratch.upload("refined rotations", rotations.reshape(-1, 9))
+        device_shifts = scratch.upload("refined shifts", angst_to_voxels(shifts_angst, *size))
+        anchors = scratch.upload("refined anchors", angst_to_voxels(anchor_angst[p_of], *size))
+        sums = scratch.array("refined sums", (items, normal_equations.N_SUMS), np.float64)
+        taken = scratch.array("refined steps", items, np.int32)
         device_weights, weight_size, signed, table_scale, _ = self._weights()
         samples = self._samples
         limit = float(angst_to_voxels(min(self.setup.max_shift_angst, 1e9), *size))
@@ -583,12 +601,12 @@ class CUDASearchSession:
             n,
             cubes,
             self._loaded_pool().cube.size,
-            cuda.to_device(self._slots[p_of]),
+            scratch.upload("slots", self._slots[p_of]),
             samples.cube_index,
             samples.k,
             device_weights,
             weight_size,
-            cuda.to_device(self._kinds[p_of]),
+            scratch.upload("kinds", self._kinds[p_of]),
             samples.weight_index,
             samples.shell,
             self._tables,
@@ -596,7 +614,7 @@ class CUDASearchSession:
             table_scale,
             self._inverse_sigma2,
             self._gains,
-            cuda.to_device(self._groups[p_of]),
+            scratch.upload("groups", self._groups[p_of]),
             self._curvature,
             device_rotations,
             device_shifts,

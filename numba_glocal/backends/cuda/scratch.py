@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numba import cuda
 from numba.core import config
+from numba.cuda.cudadrv import driver
+from numpy.typing import NDArray
 
 _SPARE = 1.1
 _MOST_VIEWS = 32
@@ -58,6 +60,15 @@ class Scratch:
             views.clear()
         views[kind] = held[: count * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
         return views[kind]
+
+    def upload(self, name: str, values: NDArray[Any]) -> Any:
+        """`values` on the device, as `array`; a few kilobytes in a fifth of the time that `cuda.to_device` takes."""
+        if config.ENABLE_CUDASIM or not values.size:
+            return cuda.to_device(values)
+        values = np.ascontiguousarray(values)
+        array = self.array(name, values.shape, values.dtype)
+        driver.host_to_device(array, values, values.nbytes)  # on the default stream: kernels that still read what was there are done
+        return array
 
     def clear(self) -> None:
         """Gives everything back."""
