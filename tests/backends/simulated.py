@@ -7,6 +7,7 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import mrcfile
 import numpy as np
@@ -453,6 +454,17 @@ def test_no_sum_of_whole_numbers_leaves_its_range():
     assert np.isfinite(factors.copy_to_host()).all()
 
 
+def test_whole_numbers_only_where_searches_use_the_tensor_cores(monkeypatch):
+    monkeypatch.setattr(gemm, "available", lambda: True)
+    for capability, expected in (((7, 5), "half"), ((8, 0), "int8")):
+        monkeypatch.setattr(gemm.cuda, "get_current_device", lambda found=capability: SimpleNamespace(compute_capability=found))
+        assert CUDABackend().precision == expected
+    monkeypatch.setattr(gemm, "available", lambda: False)
+    assert CUDABackend().precision == "half"
+    with pytest.raises(DeviceError, match="int8 needs a GPU of compute capability 8.0 or later and cuBLAS, here: CUDA simulator; use half"):
+        CUDABackend(precision="int8")
+
+
 def several_starts(starts):
     """A second start for each particle but the second, and a third for the first."""
     turn = Rotation.from_rotvec([[0.0, 0.0, 0.0], [0.3, 0.1, -0.2], [-0.1, 0.4, 0.2]]).as_matrix()
@@ -464,7 +476,7 @@ def several_starts(starts):
     ("number_bytes", "shifts_particles", "score", "limited"), [(2, False, "ncc", False), (1, True, "ml", True), (1, False, "flcf", False)]
 )
 def test_a_search_by_products_is_the_cpus(make_case, monkeypatch, number_bytes, shifts_particles, score, limited):
-    """From start to candidates, each particle with the noise of its own group; with trial shifts and rotations that are not allowed; several starts."""
+    """From start to candidates, each particle with the noise of its own group; with what is not allowed; with several starts."""
     case, batch = two_groups(make_case(8, "wedge", particles=3, noise=0.3, score=score))
     starts = several_starts(case.starts) if score == "flcf" else case.starts
     candidates = 6 * np.isfinite(starts.scores).sum(1)

@@ -115,7 +115,7 @@ class CUDABackend:
     def __init__(self, memory_bytes: int | None = None, share: int = 1, precision: str = "auto") -> None:
         self.device = device_name()
         if precision == "int8" and not gemm.eight_available():
-            raise DeviceError(f"--gpu-precision int8 needs a GPU of compute capability 7.2 or later and cuBLAS, here: {self.device}; use half")
+            raise DeviceError(f"--gpu-precision int8 needs a GPU of compute capability 8.0 or later and cuBLAS, here: {self.device}; use half")
         self.precision = ("int8" if gemm.eight_available() else "half") if precision == "auto" else precision
         free = free_bytes()
         self.memory_bytes = min(memory_bytes, free // share) if memory_bytes else free // share

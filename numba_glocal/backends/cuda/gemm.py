@@ -44,8 +44,8 @@ def available() -> bool:
 
 
 def eight_available() -> bool:
-    """Whether this process's GPU multiplies 8-bit whole numbers on its tensor cores (compute capability 7.2 or later) and cuBLAS is installed."""
-    return available() and tuple(cuda.get_current_device().compute_capability) >= (7, 2)
+    """Whether cuBLAS is installed and searches use the tensor cores of this process's GPU: from compute capability 8.0 on they have int8."""
+    return available() and tuple(cuda.get_current_device().compute_capability) >= (8, 0)
 
 
 @lru_cache(maxsize=1)
