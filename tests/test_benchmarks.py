@@ -418,6 +418,8 @@ def test_no_poses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cold_start", "cuda_steps", "end_to_end", "gpu_against_cpu", "no_poses", "procs_per_gpu", "scaling", "throughput"])
 def test_gpu_benchmarks_say_that_there_is_no_gpu(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if name == "cuda_steps":
+        pytest.importorskip("numba_cuda")
     module = load(name)
     if sys.modules["common"].gpu_names():
         pytest.skip("this machine has a GPU")
@@ -441,6 +443,7 @@ def test_cold_start_reads_what_a_process_says(monkeypatch: pytest.MonkeyPatch, t
 @pytest.mark.cuda
 def test_cuda_steps_add_up() -> None:
     """A tiny case on a real GPU: all ways to search agree with the line kernel, and the whole takes about what its steps take."""
+    pytest.importorskip("numba_cuda")
     steps = load("cuda_steps")
     if not sys.modules["common"].gpu_names():
         pytest.skip("no GPU")

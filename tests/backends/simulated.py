@@ -473,12 +473,12 @@ def several_starts(starts):
 
 
 @pytest.mark.parametrize(
-    ("number_bytes", "shifts_particles", "score", "limited"), [(2, False, "ncc", False), (1, True, "ml", True), (1, False, "flcf", False)]
+    ("number_bytes", "shifts_particles", "score", "limited"), [(2, False, "ncc", False), (1, True, "ml", True), (1, False, "ml", False)]
 )
 def test_a_search_by_products_is_the_cpus(make_case, monkeypatch, number_bytes, shifts_particles, score, limited):
     """From start to candidates, each particle with the noise of its own group; with what is not allowed; with several starts."""
     case, batch = two_groups(make_case(8, "wedge", particles=3, noise=0.3, score=score))
-    starts = several_starts(case.starts) if score == "flcf" else case.starts
+    starts = several_starts(case.starts) if number_bytes == 1 and not limited else case.starts
     candidates = 6 * np.isfinite(starts.scores).sum(1)
     prior, setup = None, case.setup
     if limited:  # one particle may go nowhere: there is nothing to keep
