@@ -99,7 +99,7 @@ def _ratio(other: float, ours: float) -> str:
 
 
 def _named(precision: str) -> str:
-    return {"fp8": "FP8", "int8": "8-bit"}.get(precision, precision)
+    return {"int8": "8-bit"}.get(precision, precision)
 
 
 def _stages(iterations: list[Measured]) -> str:
