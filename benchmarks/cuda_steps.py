@@ -440,16 +440,21 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     if not options.quick:
         rows += [(64, 31, local, 4.0, 10000, 1.0), (64, 31, local, 4.0, 10000, None), (128, 40, local, 5.0, 2000, None)]
-    found = []
-    for box, k_max, rotations, radius, particles, step in rows:
-        found.append(case(box, min(k_max, max_band(box)), rotations, radius, particles, step_voxels=step))
-        print(json.dumps(found[-1]), flush=True)
-    found.append(case(64, 8, uniform_rotations(4608), 6.0, 10000, True))
-    print(json.dumps(found[-1]), flush=True)
+    found: list[dict[str, Any]] = []
     refined, transformed = refinement(64, 20, 10000), transforms(64, 64)
     print(json.dumps(refined), json.dumps(transformed), sep="\n", flush=True)
-    more = {"refinement": [refined], "transforms": [transformed], "ceilings": ceiling, "seconds": round(time.perf_counter() - begun, 1)}
-    print(write_results("cuda_steps", found, about, NOTES, options.output, more))
+    more = {"refinement": [refined], "transforms": [transformed], "ceilings": ceiling}
+
+    def keep(row: dict[str, Any]) -> None:
+        """What was measured stays, should a time limit end the rest."""
+        found.append(row)
+        print(json.dumps(row), flush=True)
+        write_results("cuda_steps", found, about, NOTES, options.output, more | {"seconds": round(time.perf_counter() - begun, 1)})
+
+    for box, k_max, rotations, radius, particles, step in rows:
+        keep(case(box, min(k_max, max_band(box)), rotations, radius, particles, step_voxels=step))
+    keep(case(64, 8, uniform_rotations(4608), 6.0, 10000, True))
+    print(options.output / "cuda_steps.json")
 
 
 if __name__ == "__main__":
