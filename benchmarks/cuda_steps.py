@@ -24,6 +24,7 @@ from numba import cuda, float32
 
 from numba_glocal.backends import lines
 from numba_glocal.backends.cuda import choosing, gemm, launching, normal_equations, refining, scoring, turning
+from numba_glocal.backends.cuda.backend import _ANY_TRACE as ANY_TRACE
 from numba_glocal.backends.cuda.backend import _CONTENDERS as CONTENDERS
 from numba_glocal.backends.cuda.backend import _ball_radius2, den_products, device_name
 from numba_glocal.backends.cuda.product import ProductSearch, Way, shift_turns
@@ -249,7 +250,7 @@ def case(
         )
 
     def contend() -> None:
-        choose(CONTENDERS, 4.0, contenders, contender_score)
+        choose(CONTENDERS, ANY_TRACE, contenders, contender_score)
         score(contenders, 0, contender_score)
 
     def choice() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import mrcfile
 import numpy as np
 import pytest
+from silent_stage import Silent
 
 from numba_glocal.devices import resolve_gpus, survey_gpus
 from numba_glocal.execution.executors import make_executor
@@ -67,22 +68,6 @@ def test_every_worker_has_the_gpu_that_was_listed_once(uuid, by_name, monkeypatc
         assert uuid in event.about
     assert {pid for pid, *_ in seen} == set(ready), "every worker has answered"
     assert {tuple(rest) for _, *rest in seen} == {(gpu_ids[0], 1, uuid)}
-
-
-class Silent:
-    """A stage that shows nothing."""
-
-    def __init__(self, *_):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def advance(self, count=1):
-        pass
 
 
 @pytest.fixture(scope="module")

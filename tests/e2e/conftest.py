@@ -11,6 +11,7 @@ from pathlib import Path
 import mrcfile
 import numpy as np
 import pytest
+from silent_stage import Silent
 
 from numba_glocal.execution.executors import make_executor
 from numba_glocal.execution.tasks import start_worker
@@ -90,22 +91,6 @@ def planted_run(planted, command, tmp_path_factory):
 def small(tmp_path_factory):
     """22 particles of the built-in phantom in small boxes: for what does not depend on the data."""
     return simulate(tmp_path_factory.mktemp("small"), SimulationSettings(count=22, box_size=24, pixel_size_angst=14.0, snr=0.3, seed=5))
-
-
-class Silent:
-    """A stage that shows nothing."""
-
-    def __init__(self, *_):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def advance(self, count=1):
-        pass
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from pathlib import Path
 import gemmi
 import mrcfile
 import numpy as np
+from silent_stage import Silent
 
 BOX, PIXEL, SERIES_PIXEL = 20, 8.0, 2.0
 # an object without symmetry, not even a mirror plane: (x, y, z) in Angstrom and mass
@@ -122,22 +123,6 @@ def relion4_list(path: Path, cut_by_relion: bool, cases=CASES):
 def in_tomogram(sub, part, origin):
     """RELION 4's own way from the reference to the tomogram, about the box's centre: the object as it lies in the tomogram."""
     return blobs_at((BLOBS @ euler(*part).T - np.array(origin)) @ euler(*sub).T)
-
-
-class Silent:
-    """A stage that shows nothing."""
-
-    def __init__(self, *_):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def advance(self, count=1):
-        pass
 
 
 def average_of(path, output, **options):

@@ -26,3 +26,15 @@ def rotation_grid(blocks, n_rotations):
 def block_rotation():
     """This block's rotation in a `rotation_grid`; the last ones may lie past the end."""
     return cuda.blockIdx.z * cuda.gridDim.y + cuda.blockIdx.y
+
+
+@_device
+def add_up(shared, tid):
+    """Sums what each of the block's `REDUCE_THREADS` threads left in its place, always in the same order, into the first; all must call it."""
+    cuda.syncthreads()
+    step = REDUCE_THREADS // 2
+    while step > 0:
+        if tid < step:
+            shared[tid] += shared[tid + step]
+        cuda.syncthreads()
+        step //= 2

@@ -6,7 +6,7 @@ import math
 
 from numba import cuda, float32, int64
 
-from .launching import REDUCE_THREADS, block_rotation
+from .launching import REDUCE_THREADS, add_up, block_rotation
 from .vector import load4, store_half2, store_half4, store_narrow4
 
 TOGETHER = 4
@@ -37,13 +37,7 @@ def column_scales(columns, root, size, scale, out):
         value = columns[w, i] / root[i // 2]
         total += value * value
     shared[tid] = total
-    cuda.syncthreads()
-    step = REDUCE_THREADS // 2
-    while step > 0:
-        if tid < step:
-            shared[tid] += shared[tid + step]
-        cuda.syncthreads()
-        step //= 2
+    add_up(shared, tid)
     if tid == 0:
         out[w] = scale / math.sqrt(shared[0] / float32(size) + float32(1e-30))
 

@@ -59,6 +59,10 @@ class Way:
     number_bytes: int
     shifts_particles: bool
 
+    def limits(self, depth: int) -> tuple[np.float32, np.float32]:
+        """Largest amplitude and largest norm of a row of `depth` numbers."""
+        return np.float32(_PEAK[self.number_bytes]), np.float32(largest_norm(self.number_bytes, depth))
+
     def microseconds(self, band: lines.LineBand, n_shifts: int, n_rotations: int, items: int) -> float:
         """What it should take, by rates measured on one H200 (benchmarks/cuda_steps.py)."""
         depth = padded(4 * band.n_pairs)
@@ -118,8 +122,7 @@ class ProductSearch:
         """Uploads what the kernels need of a level; `lattice` is that of the band, on the device."""
         root = cuda.to_device(balanced_root(band, inverse_sigma2, powers[0].copy_to_host()))
         factors = cuda.device_array(n_rotations, np.float32)
-        peak, norm = np.float32(_PEAK[way.number_bytes]), np.float32(largest_norm(way.number_bytes, 4 * band.n_pairs))
-        packing.template_factors[n_rotations, launching.REDUCE_THREADS](powers, root, peak, norm, factors)
+        packing.template_factors[n_rotations, launching.REDUCE_THREADS](powers, root, *way.limits(4 * band.n_pairs), factors)
         return cls(
             way,
             band,
@@ -152,8 +155,7 @@ class ProductSearch:
         wide = items if shifts_columns else padded(items)  # where there are many shifts of them, all together are padded
         kind, kind_out = (np.float16, np.float32) if number == 2 else (np.int8, np.int32)
         scales = scratch.array("column scales", items, np.float32)
-        peak, norm = np.float32(_PEAK[number]), np.float32(largest_norm(number, 4 * self.band.n_pairs))
-        packing.column_factors[items, launching.REDUCE_THREADS](columns, self.root, peak, norm, scales)
+        packing.column_factors[items, launching.REDUCE_THREADS](columns, self.root, *self.way.limits(4 * self.band.n_pairs), scales)
         rows = wide if shifts_columns else self.n_rotations  # that are written for every shift
         most = min(_TILE_BYTES, scratch.part_bytes) // max(number * rows * depth, 4 * self.n_rotations * wide)
         tile = int(max(1, min(self.n_shifts, most)))

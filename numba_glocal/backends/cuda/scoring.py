@@ -6,7 +6,7 @@ import math
 
 from numba import cuda, float32, float64, int32, int64, uint64
 
-from .launching import REDUCE_THREADS, block_rotation
+from .launching import REDUCE_THREADS, add_up, block_rotation
 from .vector import bits_float, float_bits
 
 _jit = cuda.jit(fastmath=True, cache=True)
@@ -126,12 +126,6 @@ def band_power(
             at = slots[p] * cube_size + 2 * cube_index[i]
             total += inv_sigma2[group, shell[i]] * tables[2 * group + signed[kind], place] * (cubes[at] * cubes[at] + cubes[at + 1] * cubes[at + 1])
     shared[tid] = total
-    cuda.syncthreads()
-    step = REDUCE_THREADS // 2
-    while step > 0:
-        if tid < step:
-            shared[tid] += shared[tid + step]
-        cuda.syncthreads()
-        step //= 2
+    add_up(shared, tid)
     if tid == 0:
         out[p] = shared[0]
