@@ -23,7 +23,7 @@ from common import RESULTS, environment, need_gpus, write_results
 from numba import cuda, float32
 
 from numba_glocal.backends import lines
-from numba_glocal.backends.cuda import choosing, gemm, launching, normal_equations, refining, scoring, turning
+from numba_glocal.backends.cuda import choosing, gemm, launching, normal_equations, packing, refining, scoring, turning
 from numba_glocal.backends.cuda.backend import _ANY_TRACE as ANY_TRACE
 from numba_glocal.backends.cuda.backend import _CONTENDERS as CONTENDERS
 from numba_glocal.backends.cuda.backend import _ball_radius2, den_products, device_name
@@ -60,6 +60,53 @@ def milliseconds(call: Any, repeats: int = 5) -> float:
         stop.synchronize()
         times.append(cuda.event_elapsed_time(start, stop))
     return float(np.median(times))
+
+
+class _Marked:
+    """A kernel, or a function, that notes when the device begins and ends with it."""
+
+    def __init__(self, name: str, call: Any, marks: list[tuple[str, Any, Any]]) -> None:
+        self.name, self.call, self.marks = name, call, marks
+
+    def __getitem__(self, grid: Any) -> _Marked:
+        return _Marked(self.name, self.call[grid], self.marks)
+
+    def __call__(self, *arguments: Any) -> None:
+        start, stop = cuda.event(), cuda.event()
+        start.record()
+        self.call(*arguments)
+        stop.record()
+        self.marks.append((self.name, start, stop))
+
+
+PARTS = {
+    "factors": (packing, "column_factors"),
+    "columns": (packing, "narrow_columns"),
+    "templates": (packing, "narrow_templates"),
+    "product": (gemm, "product_narrow"),
+    "best_of_tile": (scoring, "best_of_tile"),
+}
+"""What a search by products consists of: where `ProductSearch.run` finds each."""
+
+
+def parts_ms(run: Any) -> dict[str, float]:
+    """Device time of each of `PARTS` in a search, all tiles together, in milliseconds."""
+    marks: list[tuple[str, Any, Any]] = []
+    kept = {name: getattr(*place) for name, place in PARTS.items()}
+    busy = cuda.device_array(32, np.float32)
+    try:
+        for name, place in PARTS.items():
+            setattr(*place, _Marked(name, kept[name], marks))
+        _multiply_add[1, 32](busy, 10000)
+        run()
+    finally:
+        for name, place in PARTS.items():
+            setattr(*place, kept[name])
+    cuda.synchronize()
+    found: dict[str, float] = {}
+    for name, start, stop in marks:
+        found[name] = found.get(name, 0.0) + cuda.event_elapsed_time(start, stop)
+    return found
 
 
 @cuda.jit(fastmath=True)
@@ -313,6 +360,7 @@ def case(
             "mean_lost": round(float(lost.mean() / reference_best.std()), 6),
         }
     operations = _operations(band, cube.steps, groups)
+    parts = {precision: parts_ms(lambda way=way: narrow(way)) for precision, way in ways_of.items() if way in products}
     return {
         "box": box,
         "k_max": k_max,
@@ -321,10 +369,12 @@ def case(
         "shift_radius_voxels": radius_voxels,
         "particles": particles,
         "distinct": held,
+        "batch": part,
         "templates_us": round(1e3 * built, 1),
         "per_particle_us": {name: round(value, 4) for name, value in per_particle.items()},
         "search_way": ways_of,
         "search_us": {name: round(1e3 * value / part, 3) for name, value in ways.items()},
+        "parts_us": {precision: {name: round(1e3 * ms / part, 4) for name, ms in each.items()} for precision, each in parts.items()},
         "agreement": agreement,
         "estimates_us": {way: round(value / part, 3) for way, value in estimates.items() if math.isfinite(value)},
         "decided": decided,

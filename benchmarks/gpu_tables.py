@@ -156,29 +156,48 @@ def cold_start_table(results: Measured) -> str:
     return markdown(head, rows)
 
 
+_KERNELS = {
+    "turn": "turn (copy)",
+    "columns": "shifted particles (copy)",
+    "templates": "shifted templates (copy)",
+    "product": "product (GEMM)",
+    "best_of_tile": "best shift (copy)",
+    "den2": "den2 (GEMM)",
+    "scores": "scores (copy)",
+    "choice": "choice (copy)",
+}
+"""Kernels of a search by products, each with the rate that bounds it."""
+
+
 def throughput_table(results: Measured) -> str:
     """Boxes, bands and windows; then the loop that does one rotation at a time."""
     searches = [row for row in results["rows"] if row["benchmark"] in ("local", "global")]
     precisions = _precisions(searches)
-    rows = []
+    rows: list[list[str]] = []
+    parts_of: list[list[str]] = []
     for row in searches:
         figures = _of(row, "us_per_particle_and_rotation")
-        shares = [
-            f"{row[name]:.0%}" if name in row else "" for name in ("share_of_gemm_half", "share_of_gemm_int8", "share_of_fp32", "share_of_copy")
-        ]
         what = f"{row['benchmark']}, {row['box']}^3, k_max {row['k_max']}, {row['rotations']:,} rotations, {row['shifts']} shifts"
         what += f" (+-{row['window_voxels']:g} voxels)"
-        rows.append([what, f"{row['particles']:,}", *(_figure(figures.get(name)) for name in precisions), *shares])
-    head = [
-        "us per particle and rotation",
-        "particles",
-        *map(_named, precisions),
-        "half products' share of GEMM",
-        "8-bit ones'",
-        "lines' share of fp32",
-        "turning's share of copy",
-    ]
-    parts = [markdown(head, rows)] if rows else []
+        rows.append([what, f"{row['particles']:,}", *(_figure(figures.get(name)) for name in precisions), f"{row['shares']['fp32']['line']:.0%}"])
+        for precision, measured in row["parts_us"].items():
+            kernels, times_us = row["shares"][precision], row["per_particle_us"] | measured
+            cells = [f"{times_us[name]:.3g} us, {kernels[name]:.0%}" if name in kernels else "" for name in _KERNELS]
+            parts_of.append([what, _named(precision), *cells])
+    parts = []
+    if rows:
+        head = ["us per particle and rotation", "particles", *map(_named, precisions), "line kernel, single precision: share of multiply-add rate"]
+        parts.append(markdown(head, rows))
+    if parts_of:
+        head = ["device time of a particle in each kernel, and its share of what the GPU can do", "", *_KERNELS.values()]
+        parts.append(markdown(head, parts_of, texts=2))
+    ceilings = next((row for row in results["rows"] if row["benchmark"] == "ceilings"), {})
+    named = {"copy_tb_s": "{:.2f} TB/s copied", "fp32_tflop_s": "{:.1f} TFLOP/s of single-precision multiply-adds"}
+    named |= {"gemm_half_tflop_s": "products of 8192^3 {:.0f} TFLOP/s in half precision", "gemm_int8_top_s": "{:.0f} TOP/s in whole numbers"}
+    named |= {"gemm_tf32_tflop_s": "{:.0f} TFLOP/s in tf32"}
+    told = [text.format(ceilings[name]) for name, text in named.items() if name in ceilings]
+    if told:
+        parts.append(f"What this GPU can do, measured in the same run: {', '.join(told)}.")
     loop = []
     for row in (row for row in results["rows"] if row["benchmark"] == "one rotation" and "box" in row):
         taken = [

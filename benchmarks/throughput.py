@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,11 @@ SPECTRA_BYTES = 24e9
 
 NOTES = (
     "us_per_particle_and_rotation: everything from spectra on the device to the best pose, all trial shifts included."
-    " share_of_gemm_half, share_of_gemm_int8: arithmetic of the product over its time and the rate of a 8192^3 product by cuBLAS in the same run."
-    " share_of_fp32: floating-point instructions of the line kernel over its time and the measured multiply-add rate."
-    " share_of_copy: bytes that turning must read (the band's ball of the spectrum) and write (the columns) over its time and the copy bandwidth."
+    " parts_us: device time per particle of each kernel of the search by products. Shares: of product and den2 the arithmetic over the time and the"
+    " rate of a 8192^3 product by cuBLAS in the same run (half, int8; tf32 for den2); of line its floating-point instructions over the measured"
+    " multiply-add rate; of the others the bytes that must be read and written (turn: the band's ball of the spectrum and the columns; templates or"
+    " columns: the shifted ones; best_of_tile: the product; scores, choice: a number each rotation) over the copy bandwidth. Arrays that lie in the"
+    " cache (scores, choice) can exceed it."
     " 'one rotation' rows: the CuPy loop, for every shift of the box, one particle and rotation at a time."
 )
 
@@ -80,20 +82,32 @@ def particles_for(k_max: int) -> int:
 
 
 def shares(row: Measured, ceilings: Measured) -> Measured:
-    """How near a row of `cuda_steps.case` comes to what this GPU can do."""
-    pairs = lines.line_band(float(row["k_max"])).n_pairs
-    moved = 4 * spectrum_floats(row["k_max"]) * math.pi / 6.0 + 24 * pairs  # of the cube that is held, the ball of the band is read
-    found: Measured = {"share_of_copy": moved / row["per_particle_us"]["turn"] * 1e-6 / ceilings["copy_tb_s"]}
-    operations = 2.0 * row["rotations"] * row["shifts"] * 4 * pairs
-    for precision, way, rate in (("half", "product", "gemm_half_tflop_s"), ("int8", "int8", "gemm_int8_top_s")):
-        if way in row["search_us"] and rate in ceilings:
-            found[f"share_of_gemm_{precision}"] = operations / row["search_us"][way] * 1e-6 / ceilings[rate]
-    found["share_of_fp32"] = row["search_fp32_tinstructions_s"] / (0.5 * ceilings["fp32_tflop_s"])
+    """How near each kernel of a row of `cuda_steps.case` comes to what this GPU can do.
+
+    Bytes are those of arrays read or written once, arithmetic is that of the band's samples without padding. By precision, so that each stands
+    beside the others of its search; ``fp32`` is that of the line kernel.
+    """
+    pairs, rotations, shifts = lines.line_band(float(row["k_max"])).n_pairs, row["rotations"], row["shifts"]
+    operations = 2.0 * rotations * shifts * 4 * pairs
+    # of the cube that is held, the ball of the band is read
+    per_particle = {"turn": 4 * spectrum_floats(row["k_max"]) * math.pi / 6.0 + 24 * pairs, "scores": 12 * rotations, "choice": 4 * rotations}
+    shared = {name: moved / row["per_particle_us"][name] * 1e-6 / ceilings["copy_tb_s"] for name, moved in per_particle.items()}
+    if "gemm_tf32_tflop_s" in ceilings:
+        shared["den2"] = 2.0 * rotations * 2 * pairs / row["per_particle_us"]["den2"] * 1e-6 / ceilings["gemm_tf32_tflop_s"]
+    found: Measured = {}
+    for precision, parts in row["parts_us"].items():
+        number, rate = {"half": (2, "gemm_half_tflop_s"), "int8": (1, "gemm_int8_top_s")}[precision]
+        shifted = "columns" if "particles shifted" in row["search_way"][precision] else "templates"
+        rows = 1.0 if shifted == "columns" else rotations / row["batch"]
+        moved = {shifted: number * 4 * pairs * rows * shifts, "best_of_tile": 4.0 * rotations * shifts}
+        found[precision] = shared | {name: moved[name] / parts[name] * 1e-6 / ceilings["copy_tb_s"] for name in moved}
+        found[precision]["product"] = operations / parts["product"] * 1e-6 / ceilings[rate]
+    found["fp32"] = {"line": row["search_fp32_tinstructions_s"] / (0.5 * ceilings["fp32_tflop_s"])}
     return found
 
 
 def gemm_rates() -> Measured:
-    """Products of 8192^3 numbers that are not zeros by cuBLAS: half precision with single-precision sums, and whole numbers."""
+    """cuBLAS on 8192^3 numbers that are not zeros: half precision with single-precision sums, whole numbers, and single rounded to tf32."""
     from cuda_steps import milliseconds
     from numba import cuda
 
@@ -108,6 +122,9 @@ def gemm_rates() -> Measured:
     for name, (block, kind) in kinds.items():
         a, b, out = cuda.to_device(block), cuda.to_device(block[::-1].copy()), cuda.device_array(n * n, kind)
         found[name] = 2.0 * n**3 / milliseconds(lambda a=a, b=b, out=out: gemm.product_narrow(a, b, out, n, n, n)) / 1e9
+    if gemm.available():
+        wide, sums = cuda.to_device(noise.astype(np.float32).reshape(n, n)), cuda.device_array((n, n), np.float32)
+        found["gemm_tf32_tflop_s"] = 2.0 * n**3 / milliseconds(lambda: gemm.product(wide, wide, sums, n, n, n, True)) / 1e9
     return found
 
 
@@ -204,28 +221,41 @@ def loop_row(box: int, on_gpu: bool, rotations: np.ndarray, seconds: float = 3.0
 # --- all ------------------------------------------------------------------------------------------------------------------------------------
 
 
-def on_the_gpu(quick: bool, seconds: float) -> list[Measured]:
+def on_the_gpu(quick: bool, seconds: float) -> Iterator[Measured]:
     """Rows of the CUDA backend, the most telling first; what does not fit into the time is said."""
     import cuda_steps
 
     begun = time.perf_counter()
     ceilings: Measured = dict(cuda_steps.ceilings()) | gemm_rates()
-    rows: list[Measured] = [{"benchmark": "ceilings", "device": cuda_steps.device_name(), **ceilings}]
-    show(rows)
+    yield {"benchmark": "ceilings", "device": cuda_steps.device_name(), **ceilings}
     rotations = local_list(ROTATIONS)
     wanted = [("local", *entry) for entry in (LOCAL[:2] if quick else LOCAL)]
     wanted[2:2] = [("global", *entry) for entry in GLOBAL[: 1 if quick else None]]
     for number, (kind, box, k_max, window) in enumerate(wanted):
         if time.perf_counter() - begun > seconds:
-            rows.append({"benchmark": "left out", "cases": [list(entry) for entry in wanted[number:]]})
-            break
+            yield {"benchmark": "left out", "cases": [list(entry) for entry in wanted[number:]]}
+            return
         angles = rotations if kind == "local" else uniform_rotations(4608)
         row = cuda_steps.case(box, k_max, angles, window, particles_for(k_max), kind == "global")
         del row["agreement"], row["decided"]
-        row = {"benchmark": kind, "window_voxels": window, **row, **shares(row, ceilings)}
-        show([row])
-        rows.append(row)
-    return rows
+        yield {"benchmark": kind, "window_voxels": window, **row, "shares": shares(row, ceilings)}
+
+
+def measured(on_cpu: bool, quick: bool, seconds: float) -> Iterator[Measured]:
+    """All rows."""
+    if on_cpu:
+        yield loop_row(16, False, local_list(27), 0.5)
+        return
+    # the loop first: CuPy's pool is given back before the backend takes what is free
+    try:
+        import cupy
+    except ImportError as problem:
+        yield {"benchmark": "one rotation", "problem": f"CuPy is not installed: {problem}"}
+    else:
+        for box in (64,) if quick else BOXES:
+            yield loop_row(box, True, local_list(ROTATIONS))
+        cupy.get_default_memory_pool().free_all_blocks()
+    yield from on_the_gpu(quick, seconds)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -240,23 +270,12 @@ def main(arguments: list[str] | None = None) -> None:
         need_gpus()
     about = environment()
     rows: list[Measured] = []
-    if options.cpu:
-        rows.append(loop_row(16, False, local_list(27), 0.5))
-    else:
-        # the loop first: CuPy's pool is given back before the backend takes what is free
-        try:
-            import cupy
-
-            for box in (64,) if options.quick else BOXES:
-                rows.append(loop_row(box, True, local_list(ROTATIONS)))
-            cupy.get_default_memory_pool().free_all_blocks()
-        except ImportError as problem:
-            rows.append({"benchmark": "one rotation", "problem": f"CuPy is not installed: {problem}"})
-        show(rows)
-        rows += on_the_gpu(options.quick, options.seconds)
-    if options.cpu:
-        show(rows)
-    print(write_results("throughput", rows, about, NOTES, options.output))
+    path = Path()
+    for row in measured(options.cpu, options.quick, options.seconds):
+        show([row])
+        rows.append(row)
+        path = write_results("throughput", rows, about, NOTES, options.output)  # what was measured stays, should a time limit end the rest
+    print(path)
 
 
 if __name__ == "__main__":

@@ -129,16 +129,23 @@ def test_throughput_loop_and_shares(tmp_path: Path) -> None:
     assert row["affine_transform_finds_it"] and row["affine_transform_us_per_particle_and_rotation"] > 0
     rotations = throughput.local_list(343)
     assert len({tuple(np.round(rotation, 6).ravel()) for rotation in rotations}) == 343
-    measured = {"rotations": 10, "shifts": 7, "k_max": 5, "per_particle_us": {"turn": 2.0}, "search_us": {"line": 9.0, "product": 3.0, "int8": 2.0}}
+    row = {"rotations": 10, "shifts": 7, "k_max": 5, "batch": 20, "per_particle_us": {"turn": 2.0, "scores": 1.0, "choice": 0.5, "den2": 3.0}}
+    row |= {"search_way": {"half": "product", "int8": "int8, particles shifted"}, "search_fp32_tinstructions_s": 6.0}
+    half = {"factors": 1.0, "columns": 1.0, "templates": 1.0, "product": 3.0, "best_of_tile": 5.0}
     pairs = throughput.lines.line_band(5.0).n_pairs
-    found = throughput.shares(
-        measured | {"search_fp32_tinstructions_s": 6.0},
-        {"copy_tb_s": 2.0, "fp32_tflop_s": 60.0, "gemm_half_tflop_s": 500.0, "gemm_int8_top_s": 1000.0},
-    )
-    assert found["share_of_fp32"] == pytest.approx(0.2)
-    assert found["share_of_gemm_half"] == pytest.approx(10 * 7 * 2 * 4 * pairs / 3e-6 / 500e12)
-    assert found["share_of_gemm_int8"] == pytest.approx(10 * 7 * 2 * 4 * pairs / 2e-6 / 1000e12)
-    assert found["share_of_copy"] == pytest.approx((2 * 27 * 27 * 14 * 4 * np.pi / 6 + 24 * pairs) / 2e-6 / 2e12)
+    rates = {"copy_tb_s": 2.0, "fp32_tflop_s": 60.0, "gemm_half_tflop_s": 500.0, "gemm_int8_top_s": 1000.0, "gemm_tf32_tflop_s": 250.0}
+    found = throughput.shares(row | {"parts_us": {"half": half, "int8": half | {"columns": 4.0, "product": 2.0}}}, rates)
+    assert found["fp32"]["line"] == pytest.approx(0.2)
+    operations = 10 * 7 * 2 * 4 * pairs
+    assert found["half"]["product"] == pytest.approx(operations / 3e-6 / 500e12)
+    assert found["int8"]["product"] == pytest.approx(operations / 2e-6 / 1000e12)
+    assert found["half"]["templates"] == pytest.approx(2 * 7 * 4 * pairs * 10 / 20 / 1e-6 / 2e12) and "columns" not in found["half"]
+    assert found["int8"]["columns"] == pytest.approx(7 * 4 * pairs / 4e-6 / 2e12) and "templates" not in found["int8"]
+    for one in (found["half"], found["int8"]):
+        assert one["turn"] == pytest.approx((2 * 27 * 27 * 14 * 4 * np.pi / 6 + 24 * pairs) / 2e-6 / 2e12)
+        assert one["best_of_tile"] == pytest.approx(4 * 70 / 5e-6 / 2e12)
+        assert one["scores"] == pytest.approx(120 / 1e-6 / 2e12) and one["choice"] == pytest.approx(40 / 0.5e-6 / 2e12)
+        assert one["den2"] == pytest.approx(2 * 10 * 2 * pairs / 3e-6 / 250e12)
 
 
 def test_tree_watch_sees_children() -> None:
@@ -232,19 +239,16 @@ def test_a_ratio_to_pytom_is_never_without_what_is_covered(tmp_path: Path) -> No
 
 def test_throughput_table(tmp_path: Path) -> None:
     case = {"benchmark": "local", "box": 64, "k_max": 20, "rotations": 343, "shifts": 123, "window_voxels": 4.0, "particles": 2000}
-    case |= {
-        "us_per_particle_and_rotation": {"half": 0.02, "int8": 0.0123},
-        "share_of_gemm_half": 0.5,
-        "share_of_gemm_int8": 0.75,
-        "share_of_fp32": 0.25,
-        "share_of_copy": 0.125,
-    }
+    case |= {"us_per_particle_and_rotation": {"half": 0.02, "int8": 0.0123}, "per_particle_us": {"turn": 1.5}}
+    case |= {"parts_us": {"int8": {"product": 2.25}}, "shares": {"int8": {"turn": 0.5, "product": 0.75}, "fp32": {"line": 0.25}}}
     loop = {"benchmark": "one rotation", "box": 64, "on": "GPU, CuPy", "affine_transform_us_per_particle_and_rotation": 900.0}
     loop |= {"texture_us_per_particle_and_rotation": 400.0}
     left = {"benchmark": "left out", "cases": [[64, 8], [128, 8]]}
-    store(tmp_path, "throughput", [loop, {"benchmark": "ceilings", "copy_tb_s": 1.0}, case, left])
+    store(tmp_path, "throughput", [loop, {"benchmark": "ceilings", "copy_tb_s": 1.0, "gemm_int8_top_s": 1500.0}, case, left])
     text = load("table").table("throughput", tmp_path)
-    assert "(+-4 voxels) | 2,000 | 0.02 | 0.0123 | 50% | 75% | 25% | 12% |" in text
+    assert "(+-4 voxels) | 2,000 | 0.02 | 0.0123 | 25% |" in text
+    assert "(+-4 voxels) | 8-bit | 1.5 us, 50% |  |  | 2.25 us, 75% |  |  |  |  |" in text
+    assert "1.00 TB/s copied, 1500 TOP/s in whole numbers" in text
     assert "| 64^3, GPU, CuPy | 400 |" in text and "2 cases were left out" in text
 
 
@@ -416,7 +420,9 @@ def test_no_poses(tmp_path: Path) -> None:
     assert f"| 24 of 24^3 | {whole['workers_ready_s']:.1f} s | {whole['after_start_s']:.1f} s" in load("table").table("no_poses", tmp_path)
 
 
-@pytest.mark.parametrize("name", ["cold_start", "cuda_steps", "end_to_end", "gpu_against_cpu", "no_poses", "procs_per_gpu", "scaling", "throughput"])
+@pytest.mark.parametrize(
+    "name", ["cold_start", "cuda_steps", "end_to_end", "gpu_against_cpu", "gpu_memory", "no_poses", "procs_per_gpu", "scaling", "throughput"]
+)
 def test_gpu_benchmarks_say_that_there_is_no_gpu(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if name == "cuda_steps":
         pytest.importorskip("numba_cuda")
