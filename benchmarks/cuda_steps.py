@@ -291,7 +291,7 @@ def case(
         choosing.choose[part, choosing.CHOOSE_THREADS](best, first, count, starts, matrices, np.float32(min_trace), keep, kept, rows, values)
 
     def score(rows: Any, known: int, values: Any) -> None:
-        choosing.score_chosen[rows.shape, launching.REDUCE_THREADS](
+        choosing.score_chosen[choosing.chosen_grid(rows), launching.REDUCE_THREADS](
             *(templates, columns, den_weight, lattice, turns, first, n_rotations, best_shift, 0, none, none, power, 0),
             *(np.float32(1.0), no_loss, 0, rows, contenders, known, best, values),
         )

@@ -187,7 +187,9 @@ def loop_row(box: int, on_gpu: bool, rotations: np.ndarray, seconds: float = 3.0
             xp.cuda.Device().synchronize()
 
         def textured(volume: Any, matrix: np.ndarray, offset: np.ndarray) -> Any:
-            return ndimage.affine_transform(volume, xp.asarray(matrix), xp.asarray(offset), order=1, texture_memory=True)
+            homogeneous = np.eye(4)
+            homogeneous[:3, :3], homogeneous[:3, 3] = matrix, offset
+            return ndimage.affine_transform(volume, xp.asarray(homogeneous), order=1, texture_memory=True)
 
         def plain(volume: Any, matrix: np.ndarray, offset: np.ndarray) -> Any:
             return ndimage.affine_transform(volume, xp.asarray(matrix), offset, order=1)

@@ -347,6 +347,8 @@ def test_products_score_every_shift(monkeypatch, number_bytes, shifts_particles,
     powers = cuda.to_device((np.abs(f) ** 2).astype(np.float32))
 
     monkeypatch.setattr(launching, "MOST_ROWS", 2)  # a launch's rotations do not all fit along y
+    if shifts_particles:
+        monkeypatch.setattr(scoring, "TILE_ROTATIONS", 1)  # nor do blocks of them
     monkeypatch.setattr(gemm, "ALIGNMENT", 8)
     monkeypatch.setattr(gemm, "product_narrow", multiply_exactly(number_bytes))
     lattice = cuda.to_device(band.lattice.astype(np.int32).ravel())
@@ -371,28 +373,28 @@ def test_products_score_every_shift(monkeypatch, number_bytes, shifts_particles,
 
     den_weight, power = rng.uniform(1, 2, (items, samples)), rng.uniform(1, 2, items)
     den = den_weight @ (np.abs(f) ** 2).T
-    chosen = np.array([[r, -1] for r in (2, 0, 1, 2, 0)], np.int32)
+    chosen = np.array([[2, 0, -1, 1, -1], [-1] * 5, [1, 2, 0, -1, -1], [0, -1, 1, 2, -1], [0, -1, -1, -1, 2]], np.int32)  # two blocks each
     loss = rng.normal(size=(items, n_rotations))
-    told = np.array([[2, 1], [-1, -1], [0, 2], [2, -1], [1, 2]], np.int32)  # the first and the fourth are known already
+    told = np.array([[2, 1], [-1, -1], [0, 2], [2, -1], [1, 2]], np.int32)  # known already
     known = cuda.to_device(told)
     for kind, knows in ((0, False), (1, False), (1, True)):
-        score = cuda.to_device(np.full((items, 2), 7.0, np.float32))
+        score = cuda.to_device(np.full(chosen.shape, 7.0, np.float32))
         scores = cuda.to_device(np.full((items, n_rotations), 9.0, np.float32))
-        choosing.score_chosen[(items, 2), launching.REDUCE_THREADS](
+        choosing.score_chosen[choosing.chosen_grid(chosen), launching.REDUCE_THREADS](
             *(on_device, columns, cuda.to_device(den_weight.astype(np.float32)), lattice, cuda.to_device(turns)),
             *(cuda.to_device(np.arange(items, dtype=np.int32)), n_rotations, best_shift),
             *(1, *weights, cuda.to_device(power.astype(np.float32)), kind, np.float32(1.5)),
-            *(cuda.to_device(loss.astype(np.float32)), 1, cuda.to_device(chosen), known, int(knows), scores, score),
+            *(cuda.to_device(loss.astype(np.float32)), 1, cuda.to_device(chosen), known, 2 * int(knows), scores, score),
         )
-        value, d, lost = (np.take_along_axis(each, chosen[:, :1], 1)[:, 0] for each in (taken, den, loss))
-        wanted = (2 * value - d if kind == 0 else value / np.sqrt(d * power) * 1.5) - lost
-        if knows:
-            wanted[[0, 3]] = 9.0
-        np.testing.assert_allclose(score.copy_to_host()[:, 0], wanted, rtol=2e-5, atol=1e-5)
-        assert (score.copy_to_host()[:, 1] == 7.0).all()
-        after = np.full((items, n_rotations), 9.0)
-        after[np.arange(items), chosen[:, 0]] = score.copy_to_host()[:, 0]
-        np.testing.assert_array_equal(scores.copy_to_host(), after.astype(np.float32))
+        whole = (2 * taken - den if kind == 0 else taken / np.sqrt(den * power[:, None]) * 1.5) - loss
+        after, wanted = np.full((items, n_rotations), 9.0), np.full(chosen.shape, 7.0)
+        for p, place in zip(*np.nonzero(chosen >= 0), strict=True):
+            row = chosen[p, place]
+            if not (knows and row in told[p]):
+                after[p, row] = whole[p, row]
+            wanted[p, place] = after[p, row]
+        np.testing.assert_allclose(score.copy_to_host(), wanted, rtol=2e-5, atol=1e-5)
+        np.testing.assert_allclose(scores.copy_to_host(), after, rtol=2e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shifts_particles", [False, True])
@@ -697,10 +699,16 @@ def test_other_errors_of_the_driver_are_not_taken_for_it(monkeypatch):
     assert memory.out_of_memory(MemoryError()) and not memory.out_of_memory(ValueError())
 
 
+def test_a_cap_holds_the_context_too(monkeypatch):
+    monkeypatch.setattr(cuda_backend, "free_bytes", lambda: 20 << 30)
+    assert [CUDABackend(cap, 2).memory_bytes >> 20 for cap in (None, 4 << 30, 400 << 20, 40 << 30)] == [10 << 10, (4 << 10) - 600, 100, 10 << 10]
+
+
 def test_a_small_device_keeps_room_for_a_chunk_of_spectra():
     """Volumes can be read again, a chunk that finds no room cannot be searched at all."""
     n, grid = 16, Grid(16, 16, 4.0)
-    gpu = CUDABackend(memory_bytes=80 << 20)
+    gpu = CUDABackend()
+    gpu.memory_bytes = 80 << 20
     store, pool = gpu.store(grid), gpu.pool(grid, max_band(n), False)
     assert pool.slots.capacity >= cuda_backend._SLOTS_FIRST
     assert 4 * (store.volumes.size + sum(part.size for part in (*pool.spectra, *pool.cubes))) < 0.65 * (80 << 20)

@@ -35,7 +35,10 @@ from .transform import SPARE_BYTES as _SPARE_BYTES
 from .transform import BandOnDevice, Transform, band_on_device
 from .weights import WeightVolumes
 
-_POOL_SHARE = 0.6
+_CONTEXT_BYTES = 600 << 20
+"""Of a process's context, loaded kernels and cuBLAS, which count where `--gpu-memory` caps what is used (benchmarks/gpu_memory.py)."""
+_POOL_SHARE = 0.55
+_TEMPLATES_SHARE = 0.05
 _BATCH_SHARE = 0.05
 _MAX_BATCH_BYTES = 1 << 30
 _SLOTS_FIRST = 256
@@ -101,7 +104,7 @@ class CUDABackend:
     Parameters
     ----------
     memory_bytes : int, optional
-        Device memory this process may use; by default its share of what is free now.
+        Device memory this process may use, its context included; by default its share of what is free now.
     share : int
         Processes that share the GPU.
     precision : str
@@ -118,7 +121,9 @@ class CUDABackend:
             raise DeviceError(f"--gpu-precision int8 needs a GPU of compute capability 8.0 or later and cuBLAS, here: {self.device}; use half")
         self.precision = ("int8" if gemm.eight_available() else "half") if precision == "auto" else precision
         free = free_bytes()
-        self.memory_bytes = min(memory_bytes, free // share) if memory_bytes else free // share
+        self.memory_bytes = free // share
+        if memory_bytes is not None:
+            self.memory_bytes = min(self.memory_bytes, max(memory_bytes - _CONTEXT_BYTES, memory_bytes // 4))
         self.scratch = Scratch(min(2 << 30, int(self.memory_bytes * _SCRATCH_SHARE)))
         self._share = share
         self._store: ParticleStore | None = None
@@ -207,10 +212,10 @@ class CUDASearchSession:
         self._cube_reach = max_band(n)
         self._samples = band_on_device(self._band, np.flatnonzero(inside), self._cube_reach)
         self._by_shell: tuple[BandOnDevice, Any] | None = None
-        self._templates: ByteCache = ByteCache(int(backend.memory_bytes * 0.1))
+        self._templates: ByteCache = ByteCache(int(backend.memory_bytes * _TEMPLATES_SHARE))
         self._lines: dict[float, tuple[Any, ...]] = {}
         self._turns: dict[tuple[int, float], Any] = {}
-        self._tensor: ByteCache = ByteCache(int(backend.memory_bytes * 0.1))
+        self._tensor: ByteCache = ByteCache(int(backend.memory_bytes * _TEMPLATES_SHARE))
         self._slots: NDArray[np.int32] = np.zeros(0, np.int32)
         self._kinds: NDArray[np.int32] = np.zeros(0, np.int32)
         self._groups: NDArray[np.int32] = np.zeros(0, np.int32)
@@ -464,7 +469,7 @@ class CUDASearchSession:
             return chosen, score
 
         def score_again(chosen: Any, score: Any, known: Any, n_known: int) -> None:
-            choosing.score_chosen[chosen.shape, launching.REDUCE_THREADS](
+            choosing.score_chosen[choosing.chosen_grid(chosen), launching.REDUCE_THREADS](
                 templates,
                 columns_2d,
                 den_weight,

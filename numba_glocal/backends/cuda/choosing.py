@@ -85,6 +85,41 @@ def choose(scores, first, count, starts, rotations, min_trace, keep, kept, chose
             return
 
 
+CHOSEN_TOGETHER = 3
+"""Candidates of a particle that a block of `score_chosen` scores: what it reads of the band and of the particle serves all."""
+_CHOSEN_SUMS = 2 * CHOSEN_TOGETHER
+_device = cuda.jit(device=True, fastmath=True, inline=True, cache=True)
+
+
+@_device
+def _to_score(chosen, known, n_known, p, place):
+    """The candidate in a place, or -1 where none is to be scored."""
+    if place >= chosen.shape[1]:
+        return int32(-1)
+    row = chosen[p, place]
+    for j in range(n_known):
+        if known[p, j] == row:
+            return int32(-1)
+    return row
+
+
+@_device
+def _pair(templates, columns, den_weight, turns, x, y, z, i, w, a, shift):
+    """What a pair of samples adds to num and den2 of a candidate."""
+    n_pairs = columns.shape[1] // 4
+    cp, sp, cq, sq = phases(x, y, z, turns, shift, float32(-1.0))
+    r0, i0, r1, i1 = load4(templates, (((a // 16) * n_pairs + i) * 16 + a % 16) * 4)
+    num = (r0 * cp - i0 * sp) * columns[w, 4 * i] + (r0 * sp + i0 * cp) * columns[w, 4 * i + 1]
+    num += (r1 * cq - i1 * sq) * columns[w, 4 * i + 2] + (r1 * sq + i1 * cq) * columns[w, 4 * i + 3]
+    return num, (r0 * r0 + i0 * i0) * den_weight[w, 2 * i] + (r1 * r1 + i1 * i1) * den_weight[w, 2 * i + 1]
+
+
+def chosen_grid(chosen):
+    """Blocks of a launch of `score_chosen`."""
+    particles, keep = chosen.shape
+    return -(-keep // CHOSEN_TOGETHER), particles
+
+
 @_jit
 def score_chosen(
     templates,
@@ -109,7 +144,9 @@ def score_chosen(
     best,
     score,
 ):
-    """Scores of chosen candidates in single precision, as `finish_scores` makes them; a block a candidate, threads in a fixed order.
+    """Scores of chosen candidates in single precision, as `finish_scores` makes them; threads in a fixed order.
+
+    A block `CHOSEN_TOGETHER` candidates of a particle; particles along y.
 
     Parameters
     ----------
@@ -136,44 +173,59 @@ def score_chosen(
     score : (p, keep) float32
         Written where something was chosen.
     """
-    shared = cuda.shared.array(REDUCE_THREADS, float32)
-    shared_den = cuda.shared.array(REDUCE_THREADS, float32)
-    p, place, tid = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
-    row = chosen[p, place]
-    if row < 0:
+    shared = cuda.shared.array((_CHOSEN_SUMS, REDUCE_THREADS), float32)
+    p, tid = cuda.blockIdx.y, cuda.threadIdx.x
+    place = cuda.blockIdx.x * CHOSEN_TOGETHER
+    for j in range(tid, min(CHOSEN_TOGETHER, chosen.shape[1] - place), REDUCE_THREADS):
+        if chosen[p, place + j] >= 0 and _to_score(chosen, known, n_known, p, place + j) < 0:
+            row = chosen[p, place + j]
+            score[p, place + j] = best[first[p] + row // n_rotations, row % n_rotations]
+    row0, row1, row2 = (
+        _to_score(chosen, known, n_known, p, place),
+        _to_score(chosen, known, n_known, p, place + 1),
+        _to_score(chosen, known, n_known, p, place + 2),
+    )
+    if row0 < 0 and row1 < 0 and row2 < 0:
         return
-    w, a = first[p] + row // n_rotations, row % n_rotations
-    for j in range(n_known):
-        if known[p, j] == row:
-            if tid == 0:
-                score[p, place] = best[w, a]
-            return
-    shift = best_shift[w, a]
-    n_pairs = columns.shape[1] // 4
-    total, den = float32(0.0), float32(0.0)
-    for i in range(tid, n_pairs, REDUCE_THREADS):
+    w0, a0 = first[p] + max(row0, 0) // n_rotations, max(row0, 0) % n_rotations
+    w1, a1 = first[p] + max(row1, 0) // n_rotations, max(row1, 0) % n_rotations
+    w2, a2 = first[p] + max(row2, 0) // n_rotations, max(row2, 0) % n_rotations
+    shift0, shift1, shift2 = best_shift[w0, a0], best_shift[w1, a1], best_shift[w2, a2]
+    num0, num1, num2 = float32(0.0), float32(0.0), float32(0.0)
+    den0, den1, den2 = float32(0.0), float32(0.0), float32(0.0)
+    for i in range(tid, columns.shape[1] // 4, REDUCE_THREADS):
         x, y, z = float32(lattice[6 * i]), float32(lattice[6 * i + 1]), float32(lattice[6 * i + 2])
-        cp, sp, cq, sq = phases(x, y, z, turns, shift, float32(-1.0))
-        r0, i0, r1, i1 = load4(templates, (((a // 16) * n_pairs + i) * 16 + a % 16) * 4)
-        total += (r0 * cp - i0 * sp) * columns[w, 4 * i] + (r0 * sp + i0 * cp) * columns[w, 4 * i + 1]
-        total += (r1 * cq - i1 * sq) * columns[w, 4 * i + 2] + (r1 * sq + i1 * cq) * columns[w, 4 * i + 3]
-        den += (r0 * r0 + i0 * i0) * den_weight[w, 2 * i] + (r1 * r1 + i1 * i1) * den_weight[w, 2 * i + 1]
-    shared[tid], shared_den[tid] = total, den
+        if row0 >= 0:
+            num, den = _pair(templates, columns, den_weight, turns, x, y, z, i, w0, a0, shift0)
+            num0, den0 = num0 + num, den0 + den
+        if row1 >= 0:
+            num, den = _pair(templates, columns, den_weight, turns, x, y, z, i, w1, a1, shift1)
+            num1, den1 = num1 + num, den1 + den
+        if row2 >= 0:
+            num, den = _pair(templates, columns, den_weight, turns, x, y, z, i, w2, a2, shift2)
+            num2, den2 = num2 + num, den2 + den
+    shared[0, tid], shared[1, tid], shared[2, tid] = num0, num1, num2
+    shared[3, tid], shared[4, tid], shared[5, tid] = den0, den1, den2
     cuda.syncthreads()
     step = REDUCE_THREADS // 2
     while step > 0:
         if tid < step:
-            shared[tid] += shared[tid + step]
-            shared_den[tid] += shared_den[tid + step]
+            for q in range(_CHOSEN_SUMS):
+                shared[q, tid] += shared[q, tid + step]
         cuda.syncthreads()
         step //= 2
-    if tid == 0:
-        value = shared[0]
-        if weighted:
-            value = value * multiplier[w, shift] + bias[w, shift]
-        d = max(shared_den[0], float32(1e-30))
-        value = float32(2.0) * value - d if kind == 0 else value / math.sqrt(d * power[w]) * factor
-        if lossy:
-            value -= loss[w, a]
-        best[w, a] = value
-        score[p, place] = value
+    if tid < CHOSEN_TOGETHER:
+        row, w, a, shift = row0, w0, a0, shift0
+        if tid == 1:
+            row, w, a, shift = row1, w1, a1, shift1
+        elif tid == 2:
+            row, w, a, shift = row2, w2, a2, shift2
+        if row >= 0:
+            value, d = shared[tid, 0], max(shared[CHOSEN_TOGETHER + tid, 0], float32(1e-30))
+            if weighted:
+                value = value * multiplier[w, shift] + bias[w, shift]
+            value = float32(2.0) * value - d if kind == 0 else value / math.sqrt(d * power[w]) * factor
+            if lossy:
+                value -= loss[w, a]
+            best[w, a] = value
+            score[p, place + tid] = value

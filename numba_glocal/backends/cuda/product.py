@@ -198,7 +198,8 @@ class ProductSearch:
             else:
                 gemm.product_narrow(narrow_templates, narrow_columns, products, count * self.n_rotations, wide, depth)
                 strides = self.n_rotations * wide, wide
-            scoring.best_of_tile[launching.rotation_grid(-(-items // 128), self.n_rotations), 128](
+            grid = launching.rotation_grid(-(-items // scoring.TILE_ITEMS), -(-self.n_rotations // scoring.TILE_ROTATIONS))
+            scoring.best_of_tile[grid, (scoring.TILE_ITEMS, scoring.TILE_ROTATIONS)](
                 products,
                 *strides,
                 first,

@@ -13,11 +13,27 @@ _jit = cuda.jit(fastmath=True, cache=True)
 _device = cuda.jit(device=True, fastmath=True, inline=True, cache=True)
 
 
+TILE_ITEMS, TILE_ROTATIONS = 32, 8
+"""Of a block of `best_of_tile`."""
+
+
+@_device
+def _larger(value, row, weighted, multiplier, bias, w, top, where):
+    """The larger of a trial shift's value and the best so far, and its row."""
+    if weighted:
+        value = value * multiplier[w, row] + bias[w, row]
+    if value > top:
+        return value, row
+    return top, where
+
+
 @_jit
 def best_of_tile(
     products, by_shift, by_rotation, first, n_shifts, n_rotations, shift_rows, scales, factors, weighted, multiplier, bias, best, best_shift
 ):
-    """Running best over the shifts of a tile; a thread a work item and rotation, items side by side.
+    """Running best over the shifts of a tile; a block `TILE_ITEMS` work items, side by side, of `TILE_ROTATIONS` rotations.
+
+    Products have their items side by side in memory, scores their rotations: each is read and written along its own, and exchanged in between.
 
     Parameters
     ----------
@@ -32,23 +48,39 @@ def best_of_tile(
     weighted, multiplier, bias : as in the search kernels.
     best : (w, a) float32, best_shift : (w, a) int32
     """
-    w, a = cuda.grid(1), block_rotation()
-    if w >= best.shape[0] or a >= best.shape[1]:
-        return
+    # rows of 36: the eight rotations of four items lie in 32 different banks
+    held = cuda.shared.array((TILE_ROTATIONS, 36), float32)
+    held_row = cuda.shared.array((TILE_ROTATIONS, 36), int32)
+    x, y = cuda.threadIdx.x, cuda.threadIdx.y
+    first_w, first_a = cuda.blockIdx.x * TILE_ITEMS, block_rotation() * TILE_ROTATIONS
+    tid = y * TILE_ITEMS + x
+    across, along = tid // TILE_ROTATIONS, tid % TILE_ROTATIONS  # as scores lie
+    is_score = first_w + across < best.shape[0] and first_a + along < best.shape[1]
+    w, a = first_w + x, first_a + y
     top, where = float32(-1e38), int32(-1)
     if first > 0:
-        top, where = best[w, a], best_shift[w, a]
-    back = float32(1.0) / (scales[w] * factors[a])
-    at = a * by_rotation + w
-    for t in range(n_shifts):
-        value = float32(products[at + t * by_shift]) * back
-        row = shift_rows[first + t]
-        if weighted:
-            value = value * multiplier[w, row] + bias[w, row]
-        if value > top:
-            top, where = value, row
-    best[w, a] = top
-    best_shift[w, a] = where
+        if is_score:
+            held[along, across] = best[first_w + across, first_a + along]
+            held_row[along, across] = best_shift[first_w + across, first_a + along]
+        cuda.syncthreads()
+        top, where = held[y, x], held_row[y, x]
+    if w < best.shape[0] and a < best.shape[1]:
+        back = float32(1.0) / (scales[w] * factors[a])
+        at = a * by_rotation + w
+        last = n_shifts - 1
+        for t in range(0, n_shifts, 4):  # four loads on their way at once; what is past the last is the last again
+            t1, t2, t3 = min(t + 1, last), min(t + 2, last), min(t + 3, last)
+            v0, v1 = float32(products[at + t * by_shift]), float32(products[at + t1 * by_shift])
+            v2, v3 = float32(products[at + t2 * by_shift]), float32(products[at + t3 * by_shift])
+            top, where = _larger(v0 * back, shift_rows[first + t], weighted, multiplier, bias, w, top, where)
+            top, where = _larger(v1 * back, shift_rows[first + t1], weighted, multiplier, bias, w, top, where)
+            top, where = _larger(v2 * back, shift_rows[first + t2], weighted, multiplier, bias, w, top, where)
+            top, where = _larger(v3 * back, shift_rows[first + t3], weighted, multiplier, bias, w, top, where)
+    held[y, x], held_row[y, x] = top, where
+    cuda.syncthreads()
+    if is_score:
+        best[first_w + across, first_a + along] = held[along, across]
+        best_shift[first_w + across, first_a + along] = held_row[along, across]
 
 
 @_device
