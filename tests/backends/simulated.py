@@ -373,7 +373,8 @@ def test_products_score_every_shift(monkeypatch, number_bytes, shifts_particles,
 
     den_weight, power = rng.uniform(1, 2, (items, samples)), rng.uniform(1, 2, items)
     den = den_weight @ (np.abs(f) ** 2).T
-    chosen = np.array([[2, 0, -1, 1, -1], [-1] * 5, [1, 2, 0, -1, -1], [0, -1, 1, 2, -1], [0, -1, -1, -1, 2]], np.int32)  # two blocks each
+    monkeypatch.setattr(choosing, "_MANY_PARTICLES", items if shifts_particles else items + 1)  # two blocks each, or one a candidate
+    chosen = np.array([[2, 0, -1, 1, -1], [-1] * 5, [1, 2, 0, -1, -1], [0, -1, 1, 2, -1], [0, -1, -1, -1, 2]], np.int32)
     loss = rng.normal(size=(items, n_rotations))
     told = np.array([[2, 1], [-1, -1], [0, 2], [2, -1], [1, 2]], np.int32)  # known already
     known = cuda.to_device(told)

@@ -8,7 +8,7 @@ from numba import cuda, float32, int32
 
 from .launching import REDUCE_THREADS
 from .packing import phases
-from .vector import load4
+from .vector import jit_for_blocks, load4
 
 CHOOSE_THREADS = 128
 _jit = cuda.jit(fastmath=True, cache=True)
@@ -86,7 +86,9 @@ def choose(scores, first, count, starts, rotations, min_trace, keep, kept, chose
 
 
 CHOSEN_TOGETHER = 3
-"""Candidates of a particle that a block of `score_chosen` scores: what it reads of the band and of the particle serves all."""
+"""Candidates of a particle that a block of `score_chosen` can score: what it reads of the band and of the particle serves all."""
+_MANY_PARTICLES = 512
+"""From which there are enough blocks for a GPU's hundred and more multiprocessors, four each, when they score so many."""
 _CHOSEN_SUMS = 2 * CHOSEN_TOGETHER
 _device = cuda.jit(device=True, fastmath=True, inline=True, cache=True)
 
@@ -117,10 +119,10 @@ def _pair(templates, columns, den_weight, turns, x, y, z, i, w, a, shift):
 def chosen_grid(chosen):
     """Blocks of a launch of `score_chosen`."""
     particles, keep = chosen.shape
-    return -(-keep // CHOSEN_TOGETHER), particles
+    return -(-keep // CHOSEN_TOGETHER) if particles >= _MANY_PARTICLES else keep, particles
 
 
-@_jit
+@jit_for_blocks(REDUCE_THREADS, 4)  # else 88 registers, and two blocks a multiprocessor
 def score_chosen(
     templates,
     columns,
@@ -146,7 +148,7 @@ def score_chosen(
 ):
     """Scores of chosen candidates in single precision, as `finish_scores` makes them; threads in a fixed order.
 
-    A block `CHOSEN_TOGETHER` candidates of a particle; particles along y.
+    A block up to `CHOSEN_TOGETHER` candidates of a particle, as many blocks along x as `chosen_grid` says; particles along y.
 
     Parameters
     ----------
@@ -175,16 +177,15 @@ def score_chosen(
     """
     shared = cuda.shared.array((_CHOSEN_SUMS, REDUCE_THREADS), float32)
     p, tid = cuda.blockIdx.y, cuda.threadIdx.x
-    place = cuda.blockIdx.x * CHOSEN_TOGETHER
-    for j in range(tid, min(CHOSEN_TOGETHER, chosen.shape[1] - place), REDUCE_THREADS):
-        if chosen[p, place + j] >= 0 and _to_score(chosen, known, n_known, p, place + j) < 0:
-            row = chosen[p, place + j]
-            score[p, place + j] = best[first[p] + row // n_rotations, row % n_rotations]
-    row0, row1, row2 = (
-        _to_score(chosen, known, n_known, p, place),
-        _to_score(chosen, known, n_known, p, place + 1),
-        _to_score(chosen, known, n_known, p, place + 2),
-    )
+    place0 = cuda.blockIdx.x
+    place1, place2 = place0 + cuda.gridDim.x, place0 + 2 * cuda.gridDim.x
+    place = place0 + tid * cuda.gridDim.x
+    if tid < CHOSEN_TOGETHER and place < chosen.shape[1]:
+        row = chosen[p, place]
+        if row >= 0 and _to_score(chosen, known, n_known, p, place) < 0:
+            score[p, place] = best[first[p] + row // n_rotations, row % n_rotations]
+    row0, row1 = _to_score(chosen, known, n_known, p, place0), _to_score(chosen, known, n_known, p, place1)
+    row2 = _to_score(chosen, known, n_known, p, place2)
     if row0 < 0 and row1 < 0 and row2 < 0:
         return
     w0, a0 = first[p] + max(row0, 0) // n_rotations, max(row0, 0) % n_rotations
@@ -228,4 +229,4 @@ def score_chosen(
             if lossy:
                 value -= loss[w, a]
             best[w, a] = value
-            score[p, place + tid] = value
+            score[p, place] = value
