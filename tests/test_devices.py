@@ -55,8 +55,18 @@ def test_gpus_for_the_workers(spec, visible, survey, expected):
     ("spec", "visible", "survey", "text"),
     [
         ("7", None, TWO, "this machine has 2"),
-        ("0", None, NO_DRIVER, "--gpus: GPU 0 was asked for, but there is no NVIDIA driver on this machine$"),
-        ("all", None, NO_DRIVER, "--gpus: all was asked for, but there is no NVIDIA driver on this machine$"),
+        (
+            "0",
+            None,
+            NO_DRIVER,
+            "--gpus: GPU 0 was asked for, but there is no NVIDIA driver on this machine; `numba-glocal devices` shows what is there, `--gpus none` uses the CPU$",
+        ),
+        (
+            "all",
+            None,
+            NO_DRIVER,
+            "--gpus: all was asked for, but there is no NVIDIA driver on this machine; `numba-glocal devices` shows what is there, `--gpus none` uses the CPU$",
+        ),
         ("all", "", TWO, "CUDA_VISIBLE_DEVICES='' hides them"),
         ("GPU-cc", None, TWO, "this machine has 2"),
         ("MIG-1234", None, TWO, "no GPU of this machine is split into instances"),

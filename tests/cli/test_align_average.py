@@ -134,7 +134,11 @@ def test_resume_refuses_another_science(tiny, align, invoke, no_report):
     assert align(iterations=1).exit_code == 0
     run = tiny.folder.parent / "run"
     result = invoke("align", "-o", run, "--resume", "--iterations", 2, "--score", "ncc")
-    assert result.exit_code == 2 and "score" in result.stderr and "ml" in result.stderr and "ncc" in result.stderr
+    assert result.exit_code == 2 and "--resume: --score was ml in this run and cannot become ncc" in result.stderr
+    for option, value, said in (("--mask", tiny.reference, "--mask was not given"), ("--gpu-precision", "half", "--gpu-precision was not given")):
+        result = invoke("align", "-o", run, "--resume", "--iterations", 2, option, value)
+        assert result.exit_code == 2 and f"{said} in this run and cannot become {value}" in result.stderr
+    assert invoke("align", "-o", run, "--resume", "--iterations", 2, "--gpu-precision", "AUTO", "--dry-run").exit_code == 0  # what it was
     result = invoke("align", tiny.folder / "truth.star", "-o", run, "--resume", "--iterations", 2)
     assert result.exit_code == 2 and "truth.star" in result.stderr
     tiny.list.write_text((tiny.folder / "truth.star").read_text())
