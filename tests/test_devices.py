@@ -18,6 +18,7 @@ TWO = GpuSurvey(
     known=True,
 )
 NO_DRIVER = GpuSurvey((), "", "there is no NVIDIA driver on this machine", True)
+WHERE = "; `numba-glocal devices` shows what is there, `--gpus none` uses the CPU$"
 UNKNOWN = GpuSurvey((), "", "an NVIDIA driver is loaded, but nvidia-ml-py is not installed", False)
 
 
@@ -59,13 +60,13 @@ def test_gpus_for_the_workers(spec, visible, survey, expected):
             "0",
             None,
             NO_DRIVER,
-            "--gpus: GPU 0 was asked for, but there is no NVIDIA driver on this machine; `numba-glocal devices` shows what is there, `--gpus none` uses the CPU$",
+            "--gpus: GPU 0 was asked for, but there is no NVIDIA driver on this machine" + WHERE,
         ),
         (
             "all",
             None,
             NO_DRIVER,
-            "--gpus: all was asked for, but there is no NVIDIA driver on this machine; `numba-glocal devices` shows what is there, `--gpus none` uses the CPU$",
+            "--gpus: all was asked for, but there is no NVIDIA driver on this machine" + WHERE,
         ),
         ("all", "", TWO, "CUDA_VISIBLE_DEVICES='' hides them"),
         ("GPU-cc", None, TWO, "this machine has 2"),
