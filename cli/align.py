@@ -112,7 +112,7 @@ def _option(*names: str, key: str, kind: Any = None, text: str, **more: Any) -> 
 @_option(
     "--gpu-precision",
     key="gpu_precision",
-    kind=click.Choice(GPU_PRECISIONS),
+    kind=click.Choice(GPU_PRECISIONS, case_sensitive=False),
     text="Of searches on GPUs; int8 and half may use tensor cores; auto is int8 where the GPU has it. [default: auto]",
 )
 @seed_option
@@ -132,7 +132,7 @@ def align_command(
     numba-glocal align particles.star -o run1 --reference ref.mrc --particle-diameter 300
     """
     with shown_warnings(), ExitStack() as until_the_end:
-        settings = _settings(ctx, particles, output, job_file, resume, options)
+        settings, filed = _settings(ctx, particles, output, job_file, resume, options)
         folder = RunFolder(Path(settings.output))
         inputs = input_paths(
             settings.particles, *settings.references, settings.mask, settings.angle_list, settings.wedge_list, settings.tomograms, settings.tilts
@@ -147,7 +147,9 @@ def align_command(
             folder.check_unfinished(state, last_iteration(state, settings))
         if resume and not goes_on:
             note(f"--resume: {folder.path} {_BEGINS_AGAIN}")
-        plan = choose_workers(settings)
+        plan = choose_workers(settings, filed)
+        if plan.unused:
+            note(plan.unused)
         job = prepare_job(settings, goes_on)
         for line in [*([plan.note] if plan.note else []), *job.warnings]:
             warn(line)
@@ -185,8 +187,8 @@ def _resolved(paths: str | tuple[str, ...]) -> list[Path]:
 
 def _settings(
     ctx: click.Context, particles: Path | None, output: Path | None, job_file: Path | None, resume: bool, options: dict[str, Any]
-) -> AlignSettings:
-    """Options of the command line over those of a job file (of the run itself when resuming)."""
+) -> tuple[AlignSettings, set[str]]:
+    """Options of the command line over those of a job file (of the run itself when resuming), and the names of those that come from there."""
     if options.pop("spherical_mask") and options["mask"] is not None:
         raise SettingsError("--mask and --spherical-mask exclude each other")
     references = options.pop("references")
@@ -221,9 +223,9 @@ def _settings(
                 base[key] = _meant_from(started_in, base[key])
         for key, value in given.items():
             before = base.get(key, _DEFAULTS.get(key))
-            same = _resolved(before) == _resolved(value) if key in _PATHS and before is not None else before == value
+            same = _resolved(before) == _resolved(value) if key in _PATHS and before is not None else _plain(key, before) == _plain(key, value)
             if key not in _CHANGEABLE_ON_RESUME and not same:
-                raise SettingsError(f"--resume: {key} was {before} in this run and cannot become {value}")
+                raise SettingsError(f"--resume: {_typed(ctx, key)} was {_shown(before)} in this run and cannot become {_shown(value)}")
     elif job_file is not None:
         base = read_job_file(job_file)
     merged = base | given
@@ -231,4 +233,25 @@ def _settings(
         raise SettingsError("no particle list is given; expected `numba-glocal align PARTICLES.star -o FOLDER`")
     if "output" not in merged:
         raise SettingsError("no output folder is given; expected -o FOLDER")
-    return AlignSettings(**merged)
+    return AlignSettings(**merged), base.keys() - given.keys()
+
+
+def _plain(key: str, value: Any) -> Any:
+    """A value as `AlignSettings` keeps it, to be compared."""
+    return None if key == "gpu_precision" and value == "auto" else value
+
+
+def _shown(value: Any) -> str:
+    """A value for people."""
+    if value is None or value == ():
+        return "not given"
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _typed(ctx: click.Context, key: str) -> str:
+    """An option as it is typed, of the setting that it gives."""
+    key = {"reference": "references", "further_references": "references"}.get(key, key)
+    for parameter in ctx.command.params:
+        if parameter.name == key:
+            return max(parameter.opts, key=len) if isinstance(parameter, click.Option) else "PARTICLES"
+    return key

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from numba_glocal.alignment import SearchPlan, search_levels
 from numba_glocal.averaging import warm_up as warm_up_maps
 from numba_glocal.backends.protocols import SearchLevel
 from numba_glocal.classification import class_text
-from numba_glocal.devices import memory_bytes, resolve_gpus, workers_per_gpu
+from numba_glocal.devices import INSTALL_HINT, memory_bytes, resolve_gpus, why_no_gpus, workers_per_gpu
 from numba_glocal.errors import DeviceError, SettingsError, plural
 from numba_glocal.execution.executors import make_executor
 from numba_glocal.execution.gpu_worker import start_gpu_worker, warm_up_gpu_worker
@@ -56,6 +56,8 @@ class WorkerPlan:
         Why `per_gpu` is what it is, where it was chosen here.
     note : str
         Why there are no GPU workers although a GPU is there; empty otherwise.
+    unused : str
+        Options of a job file, or of the run that goes on, that say nothing to these workers; empty otherwise.
     """
 
     workers: int
@@ -63,6 +65,7 @@ class WorkerPlan:
     per_gpu: int = 1
     note: str = ""
     reason: str = ""
+    unused: str = ""
 
     @property
     def backend(self) -> str:
@@ -78,8 +81,15 @@ class WorkerPlan:
 _GPU_CHUNK = 1024
 
 
-def choose_workers(settings: AlignSettings | AverageSettings) -> WorkerPlan:
+def choose_workers(settings: AlignSettings | AverageSettings, filed: Collection[str] = ()) -> WorkerPlan:
     """Workers for the GPUs asked for (all that are visible by default), else for the cores.
+
+    Parameters
+    ----------
+    settings : AlignSettings or AverageSettings
+    filed : collection of str
+        Names of settings that come from a job file, or from the run that goes on: those for the other kind of workers are left unused, where
+        the same on the command line is refused.
 
     Raises
     ------
@@ -92,36 +102,60 @@ def choose_workers(settings: AlignSettings | AverageSettings) -> WorkerPlan:
     gpu_ids = tuple(resolve_gpus(wanted))
     note_text = ""
     if gpu_ids and importlib.util.find_spec("numba_cuda") is None:
-        hint = "expected numba-cuda: pip install 'numba-glocal[cuda12]' or 'numba-glocal[cuda13]'"
+        hint = f"numba-cuda is not installed; expected {INSTALL_HINT}"
         if settings.gpus is not None:
-            raise DeviceError(f"--gpus {settings.gpus}: numba-cuda is not installed; {hint}")
-        gpu_ids, note_text = (), f"a GPU is there but numba-cuda is not installed, so the CPU is used ({hint})"
+            raise DeviceError(f"--gpus {settings.gpus}: {hint}")
+        gpu_ids, note_text = (), f"a GPU is there, but {hint}; the CPU is used"
     if gpu_ids:
-        if isinstance(settings, AlignSettings) and settings.score == "flcf" and settings.mask is not None:
-            raise SettingsError(f"--score flcf with --mask {settings.mask}: on the CPU only; expected --gpus none, another score, or no --mask")
-        reason = ""
-        if settings.procs_per_gpu == "auto":
-            limit = None if settings.gpu_memory_gib is None else int(settings.gpu_memory_gib * 2**30)
-            per_gpu, why = workers_per_gpu(gpu_ids, usable_cores(), limit)
-            reason = f"auto: {why}" if why else "auto"
-        else:
-            if not settings.procs_per_gpu.isdigit() or not 1 <= int(settings.procs_per_gpu) <= 32:
-                raise SettingsError(f"--procs-per-gpu: expected auto or a number from 1 to 32, found {settings.procs_per_gpu!r}")
-            per_gpu = int(settings.procs_per_gpu)
-        if settings.cpu_procs is not None:
-            raise SettingsError("--cpu-procs: the workers of this run are on GPUs; expected --procs-per-gpu, or --gpus none")
-        return WorkerPlan(per_gpu * len(gpu_ids), gpu_ids, per_gpu, reason=reason)
-    if settings.procs_per_gpu != "auto":
-        raise SettingsError(f"--procs-per-gpu {settings.procs_per_gpu}: there is no GPU in this run; expected --cpu-procs")
-    if settings.gpu_memory_gib is not None:
-        raise SettingsError(f"--gpu-memory {settings.gpu_memory_gib:g}: there is no GPU in this run")
-    if isinstance(settings, AlignSettings) and settings.gpu_precision is not None:
-        raise SettingsError(f"--gpu-precision {settings.gpu_precision}: there is no GPU in this run; the CPU searches in single precision")
+        return _gpu_workers(settings, gpu_ids, filed)
+    why = note_text or _why_cpu(settings)
+    for_gpus = {
+        "procs_per_gpu": ("--procs-per-gpu", settings.procs_per_gpu, "auto", "; expected --cpu-procs"),
+        "gpu_memory_gib": ("--gpu-memory", settings.gpu_memory_gib, None, ""),
+        "gpu_precision": ("--gpu-precision", getattr(settings, "gpu_precision", None), None, "; the CPU searches in single precision"),
+    }
+    unused = []
+    for name, (option, value, default, hint) in for_gpus.items():
+        if value in (default, "single"):  # single precision is what the CPU searches in
+            continue
+        text = f"{option} {value:g}" if isinstance(value, float) else f"{option} {value}"
+        if name not in filed:
+            raise SettingsError(f"{text}: there is no GPU in this run ({why}){hint}")
+        unused.append(text)
     cores = usable_cores()
     workers = settings.cpu_procs or cores
     if workers > max(16, 4 * cores):
         raise SettingsError(f"--cpu-procs {workers}: expected at most {max(16, 4 * cores)} on {cores} usable cores")
-    return WorkerPlan(workers, note=note_text)
+    return WorkerPlan(workers, note=note_text, unused=_unused_text(unused, f"there is no GPU in this run ({why})"))
+
+
+def _gpu_workers(settings: AlignSettings | AverageSettings, gpu_ids: tuple[str, ...], filed: Collection[str]) -> WorkerPlan:
+    if isinstance(settings, AlignSettings) and settings.score == "flcf" and settings.mask is not None:
+        raise SettingsError(f"--score flcf with --mask {settings.mask}: on the CPU only; expected --gpus none, another score, or no --mask")
+    reason, unused = "", []
+    if settings.procs_per_gpu == "auto":
+        limit = None if settings.gpu_memory_gib is None else int(settings.gpu_memory_gib * 2**30)
+        per_gpu, why = workers_per_gpu(gpu_ids, usable_cores(), limit)
+        reason = f"auto: {why}" if why else "auto"
+    else:
+        per_gpu = int(settings.procs_per_gpu)
+    if settings.cpu_procs is not None:
+        if "cpu_procs" not in filed or "gpus" in filed:
+            raise SettingsError("--cpu-procs: the workers of this run are on GPUs; expected --procs-per-gpu, or --gpus none")
+        unused = [f"--cpu-procs {settings.cpu_procs}"]
+    text = _unused_text(unused, f"the workers of this run are on GPUs (--gpus {settings.gpus})")
+    return WorkerPlan(per_gpu * len(gpu_ids), gpu_ids, per_gpu, reason=reason, unused=text)
+
+
+def _why_cpu(settings: AlignSettings | AverageSettings) -> str:
+    """Why a run has no GPU, where nothing was asked for that is missing."""
+    if settings.gpus is not None:
+        return f"--gpus {settings.gpus}"
+    return "--cpu-procs asks for the CPU" if settings.cpu_procs is not None else why_no_gpus()
+
+
+def _unused_text(options: list[str], why: str) -> str:
+    return f"not used, of the job's own options: {', '.join(options)}; {why}" if options else ""
 
 
 def _levels(job: Job, plan: SearchPlan) -> tuple[SearchLevel, ...]:

@@ -26,6 +26,9 @@ from .execution.pinning import (
 
 LIBRARIES = ("numpy", "scipy", "numba", "llvmlite", "pyfftw", "numba-cuda", "nvidia-ml-py")
 NVML_MODULE = "pynvml"
+INSTALL_HINT = "pip install '.[cuda12]' (or '.[cuda13]', where nvidia-smi says CUDA 13) in the folder of numba-glocal's sources"
+"""For somebody who has the sources, from which every installation comes."""
+_WHERE_TO_LOOK = "; `numba-glocal devices` shows what is there, `--gpus none` uses the CPU"
 _NO_DRIVER = "there is no NVIDIA driver on this machine"
 _MOST_AUTO_WORKERS = 2
 _CORES_PER_GPU_WORKER = 2
@@ -188,7 +191,7 @@ def survey_gpus(module_name: str = NVML_MODULE, proc: Path = Path("/proc")) -> G
     except ImportError:
         if not has_driver:
             return GpuSurvey((), "", _NO_DRIVER, True)
-        return GpuSurvey((), "", "an NVIDIA driver is loaded, but nvidia-ml-py is not installed (pip install 'numba-glocal[cuda12]')", False)
+        return GpuSurvey((), "", f"an NVIDIA driver is loaded, but nvidia-ml-py is not installed ({INSTALL_HINT})", False)
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -238,25 +241,31 @@ def resolve_gpus(
     visible = visible_devices(environ)
     if wanted == ALL_GPUS:
         if not survey.known and spec is not None:
-            raise DeviceError(f"--gpus: all was asked for, but the GPUs cannot be counted: {survey.problem}")
+            raise DeviceError(f"--gpus: all was asked for, but the GPUs cannot be counted: {survey.problem}{_WHERE_TO_LOOK}")
         # CUDA reads the variable up to the first device that is not there.
         found = list(takewhile(lambda device: not survey.known or _exists(device, survey.gpus), visible or ()))
         if visible is None:
             found = [str(gpu.index) for gpu in survey.gpus]
         if not found and spec is not None:
             hidden = f"there is none: CUDA_VISIBLE_DEVICES={_text_of_visible(environ)!r} hides them"
-            raise DeviceError(f"--gpus: all was asked for, but {survey.problem or hidden}")
+            raise DeviceError(f"--gpus: all was asked for, but {survey.problem + _WHERE_TO_LOOK if survey.problem else hidden}")
         return found
     assert isinstance(wanted, list)
     if survey.known:
         for device in wanted:
             if not _exists(device, survey.gpus):
-                reason = survey.problem or f"this machine has {len(survey.gpus)} (indices from 0)"
+                reason = survey.problem + _WHERE_TO_LOOK if survey.problem else f"this machine has {len(survey.gpus)} (indices from 0)"
                 if device.startswith("MIG-") and not survey.problem:
                     reason = f"no GPU of this machine is split into instances (MIG mode is off on all {len(survey.gpus)})"
                 origin = " (of CUDA_VISIBLE_DEVICES)" if device in (visible or ()) else ""
                 raise DeviceError(f"--gpus: GPU {device}{origin} was asked for, but {reason}")
     return wanted
+
+
+def why_no_gpus(environ: Mapping[str, str] | None = None, survey: GpuSurvey | None = None) -> str:
+    """Why a run that leaves the choice open finds no GPU: what the driver says, or the variable that hides them."""
+    survey = survey_gpus() if survey is None else survey
+    return survey.problem or f"CUDA_VISIBLE_DEVICES={_text_of_visible(environ)!r} hides them"
 
 
 def workers_per_gpu(gpu_ids: Sequence[str], cores: int, limit_bytes: int | None = None, survey: GpuSurvey | None = None) -> tuple[int, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings as python_warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -174,7 +174,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     except ValueError as problem:
         raise SettingsError(f"--binning: {problem}") from None
     grid = Grid(box, binned, particles.pixel_size_angst)
-    warnings += _far_off(particles)
+    warnings += far_off(particles.names, particles.poses, grid)
     mask, mask_name, particle_mask, diameter, source = _masks(settings, grid)
     warnings += neighbours_across(positions, particles.tomograms, particles.half, 0.25 * diameter, particles.names)
     if settings.mask is not None:
@@ -200,6 +200,7 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
     if isinstance(settings, AlignSettings):
         if settings.lowpass_angst is not None:
             k_limit = min(k_limit, size_angst / settings.lowpass_angst)
+        _refuse_wide_shifts(settings, grid)
         if settings.highpass_angst is not None:
             k_min = size_angst / settings.highpass_angst
         if k_limit < max(3.0, k_min + 2.0):
@@ -281,18 +282,38 @@ def _read_places(settings: AlignSettings | AverageSettings) -> ParticleSet:
     return read(voxel)
 
 
-def _far_off(particles: ParticleSet) -> list[str]:
-    """A line where the list has particles so far from the centres of their boxes that they are not in them."""
-    far = np.linalg.norm(particles.poses.shifts_angst, axis=1)
-    box_angst = particles.box_size * particles.pixel_size_angst
-    count = int(np.count_nonzero(far > 0.5 * box_angst))
-    if not count:
+def far_off(names: Sequence[str], poses: Poses, grid: Grid, found: bool = False) -> list[str]:
+    """A line where poses are so far from the centres of their boxes that they are not in them.
+
+    Parameters
+    ----------
+    names : sequence of str
+    poses : Poses
+        Relative to the centres of the boxes.
+    grid : Grid
+    found : bool
+        By a search, not given by the list.
+    """
+    far = np.linalg.norm(poses.shifts_angst, axis=1)
+    outside = far > grid.half_box_angst
+    if not outside.any():
         return []
     worst = int(np.argmax(far))
-    return [
-        f"{count} of {len(far)} particles lie farther from the centres of their boxes than half a box ({0.5 * box_angst:.4g} A),"
-        f" such as {particles.names[worst]}, {far[worst]:.4g} A: are the list's shifts and the pixel size right?"
-    ]
+    where = (
+        f"{np.count_nonzero(outside)} of {len(far)} particles {'were found' if found else 'lie'} farther from the centres of their boxes than"
+        f" half a box ({grid.half_box_angst:.4g} A), such as {names[worst]}, {far[worst]:.4g} A"
+    )
+    if found:
+        return [f"{where}: beyond an edge the box comes round from its other side; expected a smaller --shift-range or --max-shift"]
+    return [f"{where}: are the list's shifts and the pixel size right?"]
+
+
+def _refuse_wide_shifts(settings: AlignSettings, grid: Grid) -> None:
+    """Beyond an edge a box comes round from its other side, and the same particle is found again there."""
+    given, limit = settings.shift_range_angst, grid.half_box_angst
+    if given is None or min(given, settings.max_shift_angst or given) <= limit * (1.0 + 1e-9):
+        return
+    raise SettingsError(f"--shift-range {given:g} A reaches beyond the box (+-{limit:.4g} A); expected at most {limit:.4g}")
 
 
 def _refuse_many_classes(particles: ParticleSet, settings: AlignSettings) -> None:

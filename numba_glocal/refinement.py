@@ -22,7 +22,7 @@ from .execution.tasks import AlignTask
 from .file_writer import FileWriter
 from .fourier import use_threads
 from .io import read_volume, write_volume
-from .job import Job
+from .job import Job, far_off
 from .noise import NoiseModel, NoiseModels, noise_line
 from .passes import HALVES, Aligned, Passes, Stage
 from .pose_prior import PriorWidths
@@ -90,7 +90,8 @@ class Refinement:
         if settings.until_converged:
             _log.info("%s after iteration %d", "converged" if has_converged(state.history) else "not converged", state.iteration)
         result = self._stored_result(state) if result is None else result
-        doubts = [*self._doubts(result), *symmetry_doubts(settings, state.symmetry_agreement), *class_doubts(result.classes)]
+        at_end = far_off(self.job.particles.names, state.poses, self.job.grid, found=True)
+        doubts = [*at_end, *self._doubts(result), *symmetry_doubts(settings, state.symmetry_agreement), *class_doubts(result.classes)]
         noise = state.history[-1].get("noise") if state.history else None
         return replace(result, warnings=tuple(doubts), symmetry_agreement=state.symmetry_agreement, noise=noise)
 

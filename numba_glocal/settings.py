@@ -19,6 +19,7 @@ ASSIGNMENTS = ("hard", "soft")
 MOST_CLASSES = 50
 MOST_ANGLE_SHELLS = 20
 """33 thousand rotations in the first search; more is a mistake, not a local search."""
+MOST_PROCS_PER_GPU = 32
 _LARGEST_FOLD = 99
 
 
@@ -284,14 +285,17 @@ class AlignSettings:
                 raise SettingsError(f"--tilt-range: expected -90 <= smallest < largest <= 90 degrees, found {low:g} {high:g}")
         if self.cpu_procs is not None and self.cpu_procs < 1:
             raise SettingsError(f"--cpu-procs: expected 1 or more, found {self.cpu_procs}")
-        if self.procs_per_gpu != "auto" and not (self.procs_per_gpu.isdecimal() and int(self.procs_per_gpu) > 0):
-            raise SettingsError(f"--procs-per-gpu: expected auto or a number of processes, found {self.procs_per_gpu!r}")
+        if self.procs_per_gpu != "auto" and not (self.procs_per_gpu.isdecimal() and 1 <= int(self.procs_per_gpu) <= MOST_PROCS_PER_GPU):
+            raise SettingsError(f"--procs-per-gpu: expected auto or a number from 1 to {MOST_PROCS_PER_GPU}, found {self.procs_per_gpu!r}")
         if self.subset is not None and self.subset < 2:
             raise SettingsError(f"--subset: expected 2 or more particles of each half, found {self.subset}")
         if self.max_bad is not None and self.max_bad < 0:
             raise SettingsError(f"--max-bad: expected 0 or more, found {self.max_bad}")
         if self.gpu_precision is not None:
+            object.__setattr__(self, "gpu_precision", self.gpu_precision.lower())
             _one_of("--gpu-precision", self.gpu_precision, GPU_PRECISIONS)
+        if self.gpu_precision == "auto":
+            object.__setattr__(self, "gpu_precision", None)
 
     def _check_classes(self) -> None:
         """Start maps and classes agree; `classes` is their number where there are several maps."""

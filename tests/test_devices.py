@@ -18,6 +18,7 @@ TWO = GpuSurvey(
     known=True,
 )
 NO_DRIVER = GpuSurvey((), "", "there is no NVIDIA driver on this machine", True)
+WHERE = "; `numba-glocal devices` shows what is there, `--gpus none` uses the CPU$"
 UNKNOWN = GpuSurvey((), "", "an NVIDIA driver is loaded, but nvidia-ml-py is not installed", False)
 
 
@@ -55,8 +56,18 @@ def test_gpus_for_the_workers(spec, visible, survey, expected):
     ("spec", "visible", "survey", "text"),
     [
         ("7", None, TWO, "this machine has 2"),
-        ("0", None, NO_DRIVER, "--gpus: GPU 0 was asked for, but there is no NVIDIA driver on this machine$"),
-        ("all", None, NO_DRIVER, "--gpus: all was asked for, but there is no NVIDIA driver on this machine$"),
+        (
+            "0",
+            None,
+            NO_DRIVER,
+            "--gpus: GPU 0 was asked for, but there is no NVIDIA driver on this machine" + WHERE,
+        ),
+        (
+            "all",
+            None,
+            NO_DRIVER,
+            "--gpus: all was asked for, but there is no NVIDIA driver on this machine" + WHERE,
+        ),
         ("all", "", TWO, "CUDA_VISIBLE_DEVICES='' hides them"),
         ("GPU-cc", None, TWO, "this machine has 2"),
         ("MIG-1234", None, TWO, "no GPU of this machine is split into instances"),

@@ -8,7 +8,8 @@ import pytest
 
 from numba_glocal.errors import GlocalError, SettingsError, VolumeError
 from numba_glocal.fourier import max_band
-from numba_glocal.job import make_chunks, prepare_job
+from numba_glocal.job import far_off, make_chunks, prepare_job
+from numba_glocal.schedule import first_search
 from numba_glocal.settings import AlignSettings, AverageSettings
 from numba_glocal.simulation import SimulationSettings, simulate
 from numba_glocal.values import Poses
@@ -264,6 +265,27 @@ def test_particles_that_lie_outside_their_boxes_are_said(made, tmp_path):
         w.startswith("1 of 30 particles lie farther from the centres of their boxes than half a box (160 A)") and "00001" in w for w in warnings
     )
     assert not any("half a box" in w for w in job(made).warnings)
+
+
+@pytest.mark.parametrize("binning", [1.0, 1.5])
+def test_a_search_reaches_to_the_edges_of_the_box_and_no_further(made, binning):
+    """Half a box is 160 A in the file's own voxels, whatever the binning; a hard limit counts too, and ranges of the package's own never reach it."""
+    assert job(made, binning=binning, shift_range_angst=160.0).settings.shift_range_angst == 160.0
+    said = str(refused(lambda: job(made, binning=binning, shift_range_angst=161.0)))
+    assert said == "--shift-range 161 A reaches beyond the box (+-160 A); expected at most 160"
+    assert job(made, binning=binning, shift_range_angst=600.0, max_shift_angst=50.0)
+    widest = BOX * PIXEL * 3**0.5
+    assert first_search(job(made, binning=binning, particle_diameter_angst=0.999 * widest)).shift_radius_angst < 160.0
+
+
+def test_positions_beyond_their_boxes_are_said_at_the_end_too(made):
+    prepared = job(made)
+    poses = prepared.particles.poses
+    shifts = np.zeros_like(poses.shifts_angst)
+    assert far_off(prepared.particles.names, Poses(poses.rotations, shifts), prepared.grid, found=True) == []
+    shifts[3] = 0.0, -170.0, 0.0
+    (line,) = far_off(prepared.particles.names, Poses(poses.rotations, shifts), prepared.grid, found=True)
+    assert line.startswith("1 of 30 particles were found farther") and "00004.mrc, 170 A" in line and "--max-shift" in line
 
 
 def test_more_classes_than_particles_are_refused_before_work(made):

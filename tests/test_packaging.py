@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import re
 import shutil
 import subprocess
 import sys
@@ -177,6 +178,24 @@ def test_the_list_of_packages_is_what_lies_on_the_disk():
     assert listed == sorted(listed) and len(set(listed)) == len(listed)
     found = {name for name, path in modules().items() if path.name == "__init__.py"}
     assert set(listed) == found
+
+
+def test_what_is_said_of_installing_works_from_the_sources():
+    """The package is on no index: by its name pip finds nothing. Extras that are named exist."""
+    extras = set(setup_cfg()["options.extras_require"])
+    texts = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "cli").glob("*.py"),
+        *(ROOT / "numba_glocal").rglob("*.py"),
+    ]
+    named = set()
+    for path in texts:
+        text = path.read_text()
+        assert not re.search(r"pip install [^\n]*numba-glocal\[", text), path
+        named |= set(re.findall(r"'\.\[(\w+)\]'", text))
+    assert {"cuda12", "cuda13"} <= named <= extras
 
 
 def test_no_package_file_in_the_tests():

@@ -40,6 +40,11 @@ class Grid:
         """Voxel edge of the worked grid."""
         return self.pixel_size_angst * self.box_size / self.binned_box_size
 
+    @property
+    def half_box_angst(self) -> float:
+        """From the centre of the box to its edge, whatever the binning."""
+        return 0.5 * self.box_size * self.pixel_size_angst
+
 
 @dataclass(frozen=True, slots=True)
 class ParticleMask:

@@ -134,7 +134,11 @@ def test_resume_refuses_another_science(tiny, align, invoke, no_report):
     assert align(iterations=1).exit_code == 0
     run = tiny.folder.parent / "run"
     result = invoke("align", "-o", run, "--resume", "--iterations", 2, "--score", "ncc")
-    assert result.exit_code == 2 and "score" in result.stderr and "ml" in result.stderr and "ncc" in result.stderr
+    assert result.exit_code == 2 and "--resume: --score was ml in this run and cannot become ncc" in result.stderr
+    for option, value, said in (("--mask", tiny.reference, "--mask was not given"), ("--gpu-precision", "half", "--gpu-precision was not given")):
+        result = invoke("align", "-o", run, "--resume", "--iterations", 2, option, value)
+        assert result.exit_code == 2 and f"{said} in this run and cannot become {value}" in result.stderr
+    assert invoke("align", "-o", run, "--resume", "--iterations", 2, "--gpu-precision", "AUTO", "--dry-run").exit_code == 0  # what it was
     result = invoke("align", tiny.folder / "truth.star", "-o", run, "--resume", "--iterations", 2)
     assert result.exit_code == 2 and "truth.star" in result.stderr
     tiny.list.write_text((tiny.folder / "truth.star").read_text())
@@ -304,6 +308,22 @@ def test_every_shift_at_its_limit(tiny, align):
     """All alike but for rounding: still a run with a report."""
     result = align("--max-shift", 1e-3, iterations=1)
     assert result.exit_code == 0 and (tiny.folder.parent / "run" / "report.html").exists(), result.output
+
+
+def test_a_position_found_outside_its_box_is_said(tiny, align, no_report):
+    """A particle cut by an edge of its box: 155 A of 160 A is within, so nothing is said before the search, which finds it at 176 A."""
+    place, volume = tiny.column("OriginXAngst"), tiny.folder / "subtomo" / "particle_00003.mrc"
+    tiny.edit(lambda cells: [*cells[:place], "155", *cells[place + 1 :]] if volume.name in " ".join(cells) else cells)
+    with mrcfile.open(volume, "r+") as file:
+        file.set_data(np.roll(file.data, -11, 2))
+    result = align("--shift-range", 100, iterations=1)
+    assert result.exit_code == 0, result.output
+    run = tiny.folder.parent / "run"
+    block = gemmi.cif.read(str(run / "particles.star")).find_block("particles")
+    shifts = np.stack([[float(v) for v in block.find_values(f"_rlnOrigin{axis}Angst")] for axis in "XYZ"], 1)
+    outside = int((np.linalg.norm(shifts, axis=1) > 160).sum())
+    said = [line for line in json.loads((run / "summary.json").read_text())["warnings"] if "half a box" in line]
+    assert outside and [line.split(" farther")[0] for line in said] == [f"{outside} of 12 particles were found"]
 
 
 def test_average_does_not_call_itself_align(tiny, invoke, no_report):

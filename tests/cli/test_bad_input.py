@@ -109,6 +109,8 @@ REFUSED = {
     "binning leaves nothing": (lambda t: ["--binning", 5], "--binning"),
     "binning is infinite": (lambda t: ["--binning", "inf"], "--binning"),
     "search reaches round": (lambda t: ["--angle-shells", 15, "--angle-increment", 20], "180"),
+    "shifts beyond the box": (lambda t: ["--shift-range", 600], "--shift-range 600 A reaches beyond the box (+-160 A); expected at most 160"),
+    "job file: shifts beyond the box": (lambda t: job_file(t, "shift_range_angst = 161\n"), "beyond the box (+-160 A)"),
     "negative shells": (lambda t: ["--angle-shells", -1], "--angle-shells"),
     "increment of nothing": (lambda t: ["--angle-increment", 0], "--angle-increment"),
     "no iterations": (lambda t: ["--iterations", 0], "--iterations"),

@@ -17,7 +17,7 @@ from numba_glocal.cli.main import main
 from numba_glocal.devices import Gpu, GpuSurvey, resolve_gpus, survey_gpus, workers_per_gpu
 from numba_glocal.errors import DeviceError, SettingsError
 from numba_glocal.execution import tasks
-from numba_glocal.execution.executors import gather_in_order
+from numba_glocal.execution.executors import SerialExecutor, gather_in_order
 from numba_glocal.execution.pool import PinnedPool
 from numba_glocal.settings import AlignSettings, AverageSettings
 from numba_glocal.simulation import SimulationSettings, simulate
@@ -128,6 +128,7 @@ def test_hidden_gpus_are_not_used_by_default(visible, monkeypatch):
 
 
 NOWHERE = GpuSurvey((), "", "there is no NVIDIA driver on this machine", True)
+WHERE = "; `numba-glocal devices` shows what is there, `--gpus none` uses the CPU"
 NOT_TOLD = GpuSurvey((), "", "an NVIDIA driver is loaded, but nvidia-ml-py is not installed", False)
 
 
@@ -147,10 +148,15 @@ def run(folder, output, *options):
 @pytest.mark.parametrize(
     ("visible", "spec", "found", "text"),
     [
-        (None, "0", NOWHERE, "GPU 0 was asked for, but there is no NVIDIA driver on this machine"),
-        (None, "all", NOWHERE, "all was asked for, but there is no NVIDIA driver on this machine"),
-        (None, MIG, NOWHERE, f"GPU {MIG} was asked for, but there is no NVIDIA driver on this machine"),
-        (None, "all", NOT_TOLD, "all was asked for, but the GPUs cannot be counted: an NVIDIA driver is loaded, but nvidia-ml-py is not installed"),
+        (None, "0", NOWHERE, "GPU 0 was asked for, but there is no NVIDIA driver on this machine" + WHERE),
+        (None, "all", NOWHERE, "all was asked for, but there is no NVIDIA driver on this machine" + WHERE),
+        (None, MIG, NOWHERE, f"GPU {MIG} was asked for, but there is no NVIDIA driver on this machine" + WHERE),
+        (
+            None,
+            "all",
+            NOT_TOLD,
+            "all was asked for, but the GPUs cannot be counted: an NVIDIA driver is loaded, but nvidia-ml-py is not installed" + WHERE,
+        ),
         (None, "7", survey(), "GPU 7 was asked for, but this machine has 2 (indices from 0)"),
         (None, MIG, survey(), f"GPU {MIG} was asked for, but no GPU of this machine is split into instances (MIG mode is off on all 2)"),
         (MIG, "1", survey(mig=True), f"GPU 1 was asked for, but CUDA_VISIBLE_DEVICES shows 1 ({MIG})"),
@@ -250,8 +256,81 @@ def test_precision_reaches_the_backend(given, expected, monkeypatch, two_gpus):
     assert made == [(4 * GIB, 2, expected)]
 
 
-def test_precision_of_gpus_is_refused_without_gpus(monkeypatch):
-    with pytest.raises(SettingsError, match="--gpu-precision single: there is no GPU in this run"):
-        running.choose_workers(AlignSettings("p.star", "run", gpus="none", gpu_precision="single"))
+@pytest.mark.parametrize("given", ["half", "INT8"])
+def test_precision_of_gpus_is_refused_without_gpus(given):
+    said = f"--gpu-precision {given.lower()}: there is no GPU in this run \\(--gpus none\\); the CPU searches in single precision"
+    with pytest.raises(SettingsError, match=said):
+        running.choose_workers(AlignSettings("p.star", "run", gpus="none", gpu_precision=given))
     with pytest.raises(SettingsError, match="--gpu-precision: expected one of auto, int8, half, single; found 'double'"):
         AlignSettings("p.star", "run", gpu_precision="double")
+
+
+@pytest.mark.parametrize("given", [None, "auto", "Auto", "single"])
+def test_precision_of_the_cpu_may_be_named(given):
+    assert running.choose_workers(AlignSettings("p.star", "run", gpus="none", gpu_precision=given)).backend == "cpu"
+    assert AlignSettings("p.star", "run", gpu_precision=given).gpu_precision in (None, "single")
+
+
+# --- no GPU ---------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "visible", "found", "numba_cuda", "reason"),
+    [
+        ({"gpus": "none"}, None, survey(), True, "--gpus none"),
+        ({"cpu_procs": 2}, None, survey(), True, "--cpu-procs asks for the CPU"),
+        ({}, None, NOWHERE, True, "there is no NVIDIA driver on this machine"),
+        ({}, None, NOT_TOLD, True, "an NVIDIA driver is loaded, but nvidia-ml-py is not installed"),
+        ({}, "", survey(), True, "CUDA_VISIBLE_DEVICES='' hides them"),
+        ({}, None, survey(), False, "a GPU is there, but numba-cuda is not installed; expected pip install '.[cuda12]'"),
+    ],
+)
+@pytest.mark.parametrize("option", [{"gpu_memory_gib": 20.0}, {"gpu_precision": "half"}, {"procs_per_gpu": "2"}])
+def test_why_there_is_no_gpu_is_said(asked, visible, found, numba_cuda, reason, option, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("numba_glocal.devices.survey_gpus", lambda: found)
+    monkeypatch.setattr(running.importlib.util, "find_spec", lambda name: object() if numba_cuda else None)
+    typed = {"gpu_memory_gib": "--gpu-memory 20", "gpu_precision": "--gpu-precision half", "procs_per_gpu": "--procs-per-gpu 2"}[next(iter(option))]
+    with pytest.raises(SettingsError) as caught:
+        running.choose_workers(AlignSettings("p.star", "run", **asked, **option))
+    assert str(caught.value).startswith(f"{typed}: there is no GPU in this run ({reason}")
+    plan = running.choose_workers(AlignSettings("p.star", "run", **asked, **option), filed=set(option))  # of a job file: said, not refused
+    assert plan.backend == "cpu" and typed in plan.unused and reason in plan.unused
+
+
+def test_cores_of_a_job_file_are_no_matter_for_gpus(two_gpus):
+    asked = AlignSettings("p.star", "run", gpus="0", cpu_procs=3)
+    plan = running.choose_workers(asked, filed={"cpu_procs"})
+    assert plan.gpu_ids == ("0",) and "--cpu-procs 3" in plan.unused
+    for filed in ((), {"cpu_procs", "gpus"}):
+        with pytest.raises(SettingsError, match="--cpu-procs: the workers of this run are on GPUs"):
+            running.choose_workers(asked, filed)
+
+
+def test_a_run_of_gpus_goes_on_without_one(small_set, tmp_path, monkeypatch):
+    """What its job says of GPUs is a remark then; the same typed beside --gpus none stays refused."""
+    monkeypatch.setattr("numba_glocal.devices.survey_gpus", lambda: NOWHERE)
+    monkeypatch.setattr(running, "write_report", lambda *_: None)
+    monkeypatch.setattr(running, "make_executor", lambda *_, initializer, initargs, **__: SerialExecutor(initializer=initializer, initargs=initargs))
+    job, folder = tmp_path / "gpu.toml", tmp_path / "run"
+    job.write_text('gpus = "0"\ngpu_memory_gib = 20\ngpu_precision = "half"\nprocs_per_gpu = "2"\niterations = 1\n')
+    assert "there is no NVIDIA driver" in run(small_set, folder, "--job", str(job)).output
+    done = run(small_set, folder, "--job", str(job), "--gpus", "none")
+    assert done.exit_code == 0, done.output
+    remark = "not used, of the job's own options: --procs-per-gpu 2, --gpu-memory 20, --gpu-precision half; there is no GPU in this run (--gpus none)"
+    assert remark in done.output.splitlines()
+    done = run(small_set, tmp_path / "other", "--job", str(job), "--gpus", "none", "--gpu-memory", "4")
+    assert done.exit_code == 2 and "--gpu-memory 4: there is no GPU in this run (--gpus none)" in done.output
+
+    def resume(*options):
+        return CliRunner().invoke(main, ["align", "-o", str(folder), "--resume", "--iterations", "2", *options], prog_name="numba-glocal")
+
+    stored = (folder / "job.toml").read_text()
+    (folder / "job.toml").write_text(stored.replace('gpus = "none"', 'gpus = "0"'))  # as a run on a GPU leaves it
+    done = resume("--gpus", "none", "--gpu-precision", "auto")
+    assert done.exit_code == 2 and "--resume: --gpu-precision was half in this run and cannot become auto" in done.output
+    done = resume("--gpus", "none")
+    assert done.exit_code == 0 and remark in done.output.splitlines(), done.output
+    assert 'gpu_precision = "half"' in (folder / "job.toml").read_text()  # for a GPU that takes over again
