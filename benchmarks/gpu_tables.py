@@ -233,6 +233,29 @@ def procs_per_gpu_table(results: Measured) -> str:
     return "\n\n".join(parts)
 
 
+def gpu_memory_table(results: Measured) -> str:
+    """Runs under a cap of device memory."""
+    rows = []
+    for row in results["rows"]:
+        what = [f"{row['particles']:,} of {row['box']}^3", str(row["workers"]), "none" if row["cap_gib"] is None else f"{row['cap_gib']:g} GiB"]
+        if "problem" in row:
+            rows.append([*what, " ".join(row["problem"].split()), "", "", "", ""])
+        else:
+            same = "yes" if row["maps"] == results["rows"][0].get("maps") else "no"
+            rows.append([*what, f"{row['peak_gib']:.2f} GiB", *_workers_row(row), same])
+    head = [
+        "particles",
+        "workers",
+        "--gpu-memory",
+        "most used on the GPU",
+        "ready",
+        "first iteration",
+        "later ones, median",
+        "same maps as the first row",
+    ]
+    return markdown(head, rows)
+
+
 def scaling_table(results: Measured) -> str:
     """Several GPUs."""
     rows = []

@@ -188,6 +188,7 @@ TABLES: dict[str, Callable[[Measured], str]] = {
     "cold_start": gpu_tables.cold_start_table,
     "throughput": gpu_tables.throughput_table,
     "procs_per_gpu": gpu_tables.procs_per_gpu_table,
+    "gpu_memory": gpu_tables.gpu_memory_table,
     "scaling": gpu_tables.scaling_table,
     "gpu_against_cpu": gpu_tables.gpu_against_cpu_table,
 }

@@ -187,7 +187,7 @@ def loop_row(box: int, on_gpu: bool, rotations: np.ndarray, seconds: float = 3.0
             xp.cuda.Device().synchronize()
 
         def textured(volume: Any, matrix: np.ndarray, offset: np.ndarray) -> Any:
-            homogeneous = np.eye(4)
+            homogeneous = np.eye(4, dtype=np.float32)  # of the volume's type
             homogeneous[:3, :3], homogeneous[:3, 3] = matrix, offset
             return ndimage.affine_transform(volume, xp.asarray(homogeneous), order=1, texture_memory=True)
 
