@@ -442,7 +442,9 @@ class Run:
 
 def run_align(data: Path, output: Path, options: Sequence[str], jit_cache: Path | None = None, more: dict[str, str] | None = None) -> Run:
     """Runs `numba-glocal align` on a set of `make_particles`; an error of the program is raised with its last words."""
-    variables = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **(more or {}))
+    variables = dict(os.environ, **(more or {}))
+    if program()[0] == sys.executable:  # no script is installed; beside one this folder would hide the installed package, which alone has the CLI
+        variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), variables.get("PYTHONPATH", "")])
     if jit_cache is not None:
         variables["NUMBA_CACHE_DIR"] = str(jit_cache)
     command = [*program(), "align", str(data / "start.star"), "--reference", str(data / "reference.mrc"), "-o", str(output), "--quiet", *options]

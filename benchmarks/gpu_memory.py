@@ -3,7 +3,7 @@
     python benchmarks/gpu_memory.py [--particles 240] [--box 128] [--caps 24 8] [--workers 2] [--gpu 0] [--quick] [-o FOLDER]
 
 The first run is without a cap. `peak_gib` is what NVML counts as used on the whole GPU, highest of readings every 20 ms, less what it was before
-the program started: all workers, their CUDA contexts and loaded kernels included, which `--gpu-memory` cannot limit.
+the program started: all workers, their CUDA contexts and loaded kernels included, as the cap means it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common import RESULTS, environment, make_particles, maps_digest, need_gpus,
 
 NOTES = (
     "Wall seconds of `align`; 'maps' is a digest of the voxels of both half-maps: equal digests, equal bits. peak_gib: used on the whole GPU by"
-    " NVML's count, less what was used before; contexts and loaded kernels, outside of the cap, are in it."
+    " NVML's count, less what was used before; contexts and loaded kernels are in it."
 )
 
 

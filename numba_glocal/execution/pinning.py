@@ -152,7 +152,9 @@ def _one_gpu(word: str, visible: list[str] | None) -> str:
         if visible is None:
             return str(index)
         if index >= len(visible):
-            raise DeviceError(f"--gpus: GPU {index} was asked for, but CUDA_VISIBLE_DEVICES shows {len(visible)} ({','.join(visible) or 'none'})")
+            shown = f"CUDA_VISIBLE_DEVICES shows {len(visible)} ({','.join(visible) or 'none'})"
+            within = f"; numbers count within it: expected {'0' if len(visible) == 1 else f'0 to {len(visible) - 1}'}" if visible else ""
+            raise DeviceError(f"--gpus: GPU {index} was asked for, but {shown}{within}")
         return visible[index]
     if re.fullmatch(r"(GPU|MIG)-\S+", word):
         named = [device for device in visible or () if not device.isdigit()]
@@ -163,7 +165,7 @@ def _one_gpu(word: str, visible: list[str] | None) -> str:
                     return device
             raise DeviceError(f"--gpus: {word} was asked for, but CUDA_VISIBLE_DEVICES shows {','.join(visible) or 'none'}")
         return word
-    raise SettingsError(f"--gpus: expected indices, UUIDs (GPU-..., MIG-...), 'all' or 'none', found '{word}'")
+    raise SettingsError(f"--gpus: expected indices (0,1), UUIDs (GPU-..., MIG-...), 'all' or 'none', found '{word}'")
 
 
 # --- cores ----------------------------------------------------------------------------------------------------------------------------------
