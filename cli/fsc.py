@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import click
+import numpy as np
 
 from numba_glocal.errors import SettingsError, VolumeError
 from numba_glocal.io.fsc_star import write_fsc_star
@@ -42,6 +43,8 @@ def fsc_command(
     curve = half_map_fsc(first.data, second.data, pixel, mask, "none" if mask_path is None else mask_path.name)
     say(f"# box {first.box_size}, pixel {pixel:.6g} A, mask {curve.mask_name}")
     show_resolutions(curve, criterion)
+    if np.array_equal(first.data, second.data):
+        warn("both half-maps have the same voxels: their FSC says nothing of a resolution")
     if output is not None:
         write_fsc_star(output, curve, criterion)
         say(f"wrote {output}")

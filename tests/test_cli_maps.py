@@ -74,6 +74,7 @@ def test_fsc_pixel_size_and_criterion(halves):
 def test_fsc_of_a_map_with_itself_is_limited_by_its_voxels(halves):
     result = run("fsc", halves[0], halves[0])
     assert result.exit_code == 0 and "never falls below" in result.output and "10.00" in result.output
+    assert "same voxels" in result.output and "same voxels" not in run("fsc", *halves).output
 
 
 def test_fsc_refusals(halves, tmp_path):
