@@ -182,6 +182,11 @@ def prepare_job(settings: AlignSettings | AverageSettings, resume: bool = False)
         warnings += _lopsided(mask, settings.symmetry, settings.mask)
     elif settings.particle_diameter_angst is not None:
         warnings += _beyond_box(settings, grid)
+    keep_best = getattr(settings, "keep_best_percent", None)
+    if keep_best is not None and keep_best < 1:
+        warnings.append(
+            f"--keep-best {keep_best:g}: less than one particle in a hundred is averaged; it is a percentage, {100 * keep_best:g} was meant?"
+        )
     tilt_range = None
     if any(path is None for path in particles.weight_paths):
         if settings.tilt_range_deg is not None:

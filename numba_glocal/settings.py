@@ -451,7 +451,7 @@ def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
 def settings_to_toml(settings: AlignSettings | AverageSettings) -> str:
     """All options as TOML text; options that are None are left out."""
     again = "; `numba-glocal align --job THIS_FILE -o NEW_FOLDER` runs it again" if isinstance(settings, AlignSettings) else ""
-    lines = [f"# Every option of this run{again}."]
+    lines = [f"# Every option of this run that is set{again}."]
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if value is not None:

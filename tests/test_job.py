@@ -243,6 +243,10 @@ def test_subset_and_tolerance(made):
     assert job(made).max_bad == 3 and job(made, max_bad=0).max_bad == 0
 
 
+def test_a_share_given_for_a_percentage_is_said(made):
+    assert [line for line in job(made, keep_best_percent=0.8).warnings if "80 was meant?" in line] and not job(made, keep_best_percent=80.0).warnings
+
+
 def test_weights_are_looked_at_before_work(made, tmp_path):
     empty = write(tmp_path / "empty.mrc", np.pad([[[1.0]]], ((0, BOX - 1),) * 3))  # one corner of Fourier space, far beyond the band
     text = made.start.read_text().replace("subtomo/wedge.mrc", empty).replace("subtomo/", f"{made.start.parent}/subtomo/")

@@ -87,7 +87,8 @@ def parse_mrc_header(raw: bytes, path: str | Path) -> VolumeHeader:
         if all(0 < n <= _LARGEST_EDGE for n in (nx, ny, nz)) and 0 <= mode <= 255:
             break
     else:
-        raise VolumeError(f"{path}: not an MRC file (sizes {nx} x {ny} x {nz}, mode {mode})")
+        found = f"sizes {nx} x {ny} x {nz}, mode {mode}" if b"\0" in raw[:HEADER_BYTES] else "it is text"
+        raise VolumeError(f"{path}: not an MRC file ({found})")
     if mode not in _MODES:
         kind = f" ({_UNREAD_MODES[mode]})" if mode in _UNREAD_MODES else ""
         raise VolumeError(f"{path}: MRC mode {mode}{kind} is not read, expected one of 0, 1, 2, 6, 12")

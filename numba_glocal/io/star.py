@@ -420,7 +420,8 @@ def read_star(path: str | Path) -> StarDocument:
     if not raw or raw.isspace():
         raise ListError(f"{path}: the file is empty")
     if b"\0" in raw:
-        raise ListError(f"{path}: not a STAR file; it is binary")
+        kind = "a volume; expected a particle list" if raw[208:212] == b"MAP " else "binary"
+        raise ListError(f"{path}: not a STAR file; it is {kind}")
     return _Parser(raw, str(path)).document()
 
 

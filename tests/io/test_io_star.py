@@ -128,6 +128,7 @@ REFUSED = {
     "empty": ("", "the file is empty"),
     "blank": ("\n \n", "the file is empty"),
     "binary": ("\x00\x01data_\n", "not a STAR file; it is binary"),
+    "volume": ("\x00" * 208 + "MAP " + "\x00" * 812, "not a STAR file; it is a volume; expected a particle list"),
     "loop without labels": ("data_\nloop_\n1 2\n", ":2: loop_ without labels"),
     "rows without a loop": ("data_\n1 2\n", ":2: '1 2' stands outside of a loop"),
     "label with a value in a loop": ("data_\nloop_\n_x 5\n1\n", ":3: label _x is followed by '5'"),

@@ -171,7 +171,7 @@ SPOILT = {
     "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-1]), "expected 1280 bytes (4 x 4 x 4 voxels), found 1279"),
     "short header": (lambda p: p.write_bytes(p.read_bytes()[:1000]), "expected an MRC header of 1024 bytes, found 1000"),
     "zero bytes": (lambda p: p.write_bytes(b""), "the file is empty"),
-    "text": (lambda p: p.write_bytes(b"hello world " * 200), "not an MRC file"),
+    "text": (lambda p: p.write_bytes(b"hello world " * 200), "not an MRC file (it is text)"),
     "zeros": (lambda p: p.write_bytes(bytes(4096)), "not an MRC file"),
     "cut gzip": (lambda p: p.write_bytes(gzip.compress(RNG.bytes(5000))[:900]), "cannot be read"),
     "spoilt gzip": (lambda p: p.write_bytes(b"\x1f\x8b" + bytes(2000)), "cannot be read"),
