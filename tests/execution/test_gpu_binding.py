@@ -312,6 +312,7 @@ def test_cores_of_a_job_file_are_no_matter_for_gpus(two_gpus):
 
 def test_a_run_of_gpus_goes_on_without_one(small_set, tmp_path, monkeypatch):
     """What its job says of GPUs is a remark then; the same typed beside --gpus none stays refused."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # workers in this process hide the GPUs
     monkeypatch.setattr("numba_glocal.devices.survey_gpus", lambda: NOWHERE)
     monkeypatch.setattr(running, "write_report", lambda *_: None)
     monkeypatch.setattr(running, "make_executor", lambda *_, initializer, initargs, **__: SerialExecutor(initializer=initializer, initargs=initargs))
