@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -122,8 +122,32 @@ class Watched:
     cpu_s: float = 0.0
 
 
+class Watch:
+    """Calls `look` every `EVERY_S` seconds from a thread, from entering a `with` block to leaving it."""
+
+    EVERY_S: float
+
+    def look(self) -> None:
+        """Reads once."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(self.EVERY_S):
+            self.look()
+
+
 @dataclass
-class TreeWatch:
+class TreeWatch(Watch):
     """Memory and CPU seconds of a process and all its descendants, read from `/proc` every 30 ms while in its `with` block.
 
     Attributes
@@ -135,16 +159,7 @@ class TreeWatch:
     root: int
     processes: dict[int, Watched] = field(default_factory=dict)
     cpu_at: list[tuple[float, float]] = field(default_factory=list)
-
-    def __enter__(self) -> TreeWatch:
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *problem: Any) -> None:
-        self._over.set()
-        self._thread.join()
+    EVERY_S = 0.03
 
     def cpu_between(self, begin: float, end: float) -> float:
         """CPU seconds between two times (`time.time()`), linear between the readings."""
@@ -158,10 +173,6 @@ class TreeWatch:
             return c0 + (c1 - c0) * (moment - t0) / (t1 - t0)
 
         return at(end) - at(begin)
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.03):
-            self.look()
 
     def look(self) -> None:
         """Reads once."""
@@ -422,6 +433,11 @@ class Run:
     def ready_s(self) -> float:
         """Seconds from the start of the program until the last worker was ready."""
         return max(event["time"] for event in self.events if event["event"] == "ready") - self.started
+
+    def summary(self, output: Path) -> dict[str, Any]:
+        """Its seconds, whole and of each iteration, and a digest of the maps that it left in `output`."""
+        seconds = [round(row["seconds"], 3) for row in self.iterations()]
+        return {"wall_s": self.wall_s, "workers_ready_s": self.ready_s(), "iteration_s": seconds, "maps": maps_digest(output)}
 
     def iterations(self) -> list[dict[str, Any]]:
         """Seconds of each iteration and of its stages; `rest_s` is the parent's own: maps, FSC, files."""

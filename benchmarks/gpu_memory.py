@@ -9,13 +9,15 @@ the program started: all workers, their CUDA contexts and loaded kernels include
 from __future__ import annotations
 
 import argparse
+import importlib
 import shutil
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, environment, make_particles, maps_digest, need_gpus, run_align, show, write_results
+from common import RESULTS, Watch, environment, make_particles, need_gpus, run_align, show, write_results
+
+from numba_glocal.devices import NVML_MODULE
 
 NOTES = (
     "Wall seconds of `align`; 'maps' is a digest of the voxels of both half-maps: equal digests, equal bits. peak_gib: used on the whole GPU by"
@@ -23,8 +25,8 @@ NOTES = (
 )
 
 
-class MemoryWatch:
-    """Watches how much memory of a GPU is used, from entering to leaving.
+class MemoryWatch(Watch):
+    """How much memory of a GPU is used, by all processes, in a `with` block.
 
     Parameters
     ----------
@@ -32,30 +34,19 @@ class MemoryWatch:
         Number in NVML's order.
     """
 
+    EVERY_S = 0.02
+
     def __init__(self, gpu: int) -> None:
-        import pynvml
+        self._nvml = importlib.import_module(NVML_MODULE)
+        self._nvml.nvmlInit()
+        self._handle = self._nvml.nvmlDeviceGetHandleByIndex(gpu)
+        self.before = self.peak = 0
+        self.look()
+        self.before = self.peak
 
-        pynvml.nvmlInit()
-        self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(gpu)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self.before = self.peak = self.used()
-
-    def used(self) -> int:
-        """Bytes used now."""
-        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.02):
-            self.peak = max(self.peak, self.used())
-
-    def __enter__(self) -> MemoryWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *problem: Any) -> None:
-        self._over.set()
-        self._thread.join()
+    def look(self) -> None:
+        """Reads once."""
+        self.peak = max(self.peak, int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used))
 
     def peak_gib(self) -> float:
         """More than before, at most."""
@@ -94,8 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
             except RuntimeError as problem:
                 rows.append({**row, "problem": str(problem)[-300:]})
                 continue
-            seconds = [round(entry["seconds"], 3) for entry in run.iterations()]
-            rows.append({**row, "peak_gib": watch.peak_gib(), "workers_ready_s": run.ready_s(), "iteration_s": seconds, "maps": maps_digest(output)})
+            rows.append({**row, "peak_gib": watch.peak_gib(), **run.summary(output)})
             shutil.rmtree(output)
         show(rows)
     finally:

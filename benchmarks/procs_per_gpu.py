@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, environment, make_particles, maps_digest, need_gpus, run_align, show, write_results
+from common import RESULTS, environment, make_particles, need_gpus, run_align, show, write_results
 
 NOTES = (
     "Wall seconds of `align` with N workers on one GPU and a warm JIT cache; 'maps' is a digest of the voxels of both half-maps: equal digests,"
@@ -65,10 +65,7 @@ def measure(
         except RuntimeError as problem:
             rows.append({**about, "problem": str(problem)[-300:]})
             continue
-        iterations = run.iterations()
-        seconds = [round(row["seconds"], 3) for row in iterations]
-        about |= {"wall_s": run.wall_s, "workers_ready_s": run.ready_s(), "iteration_s": seconds, "last": iterations[-1], "maps": maps_digest(output)}
-        rows.append(about)
+        rows.append({**about, **run.summary(output), "last": run.iterations()[-1]})
         shutil.rmtree(output)
     return rows
 

@@ -16,14 +16,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import RESULTS, ROOT, Run, environment, gpu_names, make_particles, maps_digest, need_gpus, run_align, show, write_results
+from common import RESULTS, ROOT, Run, Watch, environment, gpu_names, make_particles, need_gpus, run_align, show, write_results
 
 NOTES = (
     "Particles a second over whole iterations: 'first' with reading the files, 'later' (median of those after the first) with the particles"
@@ -33,13 +32,15 @@ NOTES = (
 )
 
 
-class MemoryByProcess:
+class MemoryByProcess(Watch):
     """Which processes hold memory on which GPU, asked of the driver every half second in a `with` block.
 
     Attributes
     ----------
     seen : dict of GPU index to dict of pid to most bytes
     """
+
+    EVERY_S = 0.5
 
     def __init__(self, module: str = "pynvml") -> None:
         self.seen: dict[int, dict[int, int]] = {}
@@ -48,24 +49,16 @@ class MemoryByProcess:
             self._nvml.nvmlInit()
         except Exception:
             self._nvml = None
-        self._over = threading.Event()
 
-    def __enter__(self) -> MemoryByProcess:
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *problem: Any) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while self._nvml is not None and not self._over.wait(0.5):
-            for index in range(self._nvml.nvmlDeviceGetCount()):
-                handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
-                held = self.seen.setdefault(index, {})
-                for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-                    held[process.pid] = max(held.get(process.pid, 0), process.usedGpuMemory or 0)
+    def look(self) -> None:
+        """Reads once."""
+        if self._nvml is None:
+            return
+        for index in range(self._nvml.nvmlDeviceGetCount()):
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+            held = self.seen.setdefault(index, {})
+            for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                held[process.pid] = max(held.get(process.pid, 0), process.usedGpuMemory or 0)
 
 
 def own_gpu_only(seen: dict[int, dict[int, int]], gpu_of_pid: dict[int, str]) -> bool | None:
@@ -97,15 +90,12 @@ def measure(data: Path, output: Path, particles: int, options: list[str], **abou
     gpu_of_pid = {event["pid"]: event["gpu"] for event in run.events if event["event"] in ("started", "replaced") and event.get("gpu") is not None}
     row = {
         **about,
-        "wall_s": run.wall_s,
-        "workers_ready_s": run.ready_s(),
-        "iteration_s": [round(row["seconds"], 3) for row in iterations],
+        **run.summary(output),
         "first_particles_per_s": particles / iterations[0]["seconds"],
         "later_particles_per_s": particles / median(row["seconds"] for row in later),
         "align_later_particles_per_s": particles / median(passes),
         "idle": idle_by_gpu(output, run),
         "own_gpu_only": own_gpu_only(memory.seen, gpu_of_pid),
-        "maps": maps_digest(output),
     }
     shutil.rmtree(output)
     return row

@@ -7,10 +7,11 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,24 @@ def test_throughput_loop_and_shares(tmp_path: Path) -> None:
         assert one["best_of_tile"] == pytest.approx(4 * 70 / 5e-6 / 2e12)
         assert one["scores"] == pytest.approx(120 / 1e-6 / 2e12) and one["choice"] == pytest.approx(40 / 0.5e-6 / 2e12)
         assert one["den2"] == pytest.approx(2 * 10 * 2 * pairs / 3e-6 / 250e12)
+
+
+def test_gpu_memory_is_the_most_that_the_driver_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less what was used before; readings go on until the block is left."""
+    counted = iter([5 << 30, 6 << 30, 9 << 30, 7 << 30])
+    enough = threading.Event()
+
+    def used(handle: str) -> SimpleNamespace:
+        value = next(counted, None)
+        if value is None:
+            enough.set()
+        return SimpleNamespace(used=value if value is not None else 1 << 30)
+
+    driver = SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=lambda gpu: f"GPU {gpu}", nvmlDeviceGetMemoryInfo=used)
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    with load("gpu_memory").MemoryWatch(0) as watch:
+        assert enough.wait(10.0)
+    assert watch.peak_gib() == 4.0
 
 
 def test_tree_watch_sees_children() -> None:
